@@ -1,0 +1,89 @@
+"""Small constructors of TIR statements that the CPU kernels are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx.stmt import ForKind
+
+#: Alignment in bytes that a library may rely on for the tensors of its caller.
+ALIGNMENT = 16
+
+Expr = Any
+Stmt = Any
+
+
+def const(value: int) -> Expr:
+    """Return an int64 constant."""
+    return tirx.IntImm("int64", value)
+
+
+def seq(*stmts: Stmt | None) -> Stmt:
+    """Return the statements one after the other; None is skipped."""
+    kept = [s for s in stmts if s is not None]
+    return kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
+
+
+def loop(name: str, extent: Expr | int, body: Callable[[Expr], Stmt], kind: ForKind = ForKind.SERIAL) -> Stmt:
+    """Return ``for name in range(extent): body(name)``."""
+    extent = const(extent) if isinstance(extent, int) else extent
+    if isinstance(extent, tirx.IntImm) and extent.value == 1 and kind == ForKind.SERIAL:
+        return body(const(0))
+    var = tirx.Var(name, "int64")
+    return tirx.For(var, const(0), extent, kind, body(var))
+
+
+def bound(name: str, value: Expr, body: Callable[[Expr], Stmt]) -> Stmt:
+    """Return ``name = value`` followed by ``body(name)``; a constant is passed on as it is.
+
+    The value goes through a cell of memory, which LLVM turns back into a register: TVM's simplifier substitutes
+    bound variables by their values everywhere, and a kernel of some thousand index expressions then takes half a
+    minute to lower.
+    """
+    if isinstance(value, tirx.IntImm):
+        return body(value)
+    cell, var = tirx.decl_buffer((1,), "int64", f"{name}_cell", scope="local"), tirx.Var(name, "int64")
+    return seq(
+        tirx.AllocBuffer(cell),
+        tirx.BufferStore(cell, value, [const(0)]),
+        tirx.Bind(var, tirx.BufferLoad(cell, [const(0)])),
+        body(var),
+    )
+
+
+def lanes(start: Expr | int, width: int) -> Expr:
+    """Return the index of ``width`` neighbours from ``start``."""
+    return tirx.Ramp(const(start) if isinstance(start, int) else start, const(1), width)
+
+
+def ceildiv(a: Expr, b: Expr | int) -> Expr:
+    """Return ``a / b`` rounded up, for ``b > 0``."""
+    return tirx.truncdiv(a + (b - 1), const(b) if isinstance(b, int) else b)
+
+
+def product(extents: Sequence[Any]) -> Expr:
+    """Return the product of extents as an int64 expression; 1 for none."""
+    result = const(1)
+    for extent in extents:
+        result = result * extent
+    return result
+
+
+def aligned(params: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
+    """Return parameters that promise ``ALIGNMENT`` bytes only, and the map from each old buffer to its new one."""
+    fresh, new = [], {}
+    for param in params:
+        if tirx.is_buffer_var(param):
+            new[param] = tirx.decl_buffer(param.shape, param.dtype, param.name, data_alignment=ALIGNMENT)
+        fresh.append(new.get(param, param))
+    return fresh, new
+
+
+def flat(buffer: Any) -> tuple[Any, Stmt]:
+    """Return a one-dimensional view of a contiguous buffer and the statement that declares it."""
+    view = tirx.decl_buffer(
+        (product(buffer.shape),), buffer.dtype, f"{buffer.name}_flat", data=None, data_alignment=ALIGNMENT
+    )
+    return view, tirx.DeclBuffer(view, data=buffer.data)

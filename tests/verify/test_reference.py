@@ -1,0 +1,121 @@
+"""The reference runs the user's code in higher precision, whatever the code holds or casts."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.verify.fakes import block, block_case
+from tvmcap.base.errors import VerifyError
+from tvmcap.base.numerics import to_numpy
+from tvmcap.verify.reference import in_parts, reference_dtype, run_reference, split_axes
+
+
+def test_precision_follows_the_widest_float():
+    half, single = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+    assert reference_dtype([half]) == torch.float32
+    assert reference_dtype([half, single]) == torch.float64
+    assert reference_dtype([torch.zeros(1, dtype=torch.int64)]) == torch.float64
+
+
+def test_function_is_computed_in_float64():
+    args, _ = block_case()
+    wide = block(*(a.double() for a in args))
+    result = run_reference(block, args, {})
+    assert result.dtype == torch.float64 and torch.equal(result, wide)
+
+
+def test_closures_casts_factories_and_dtype_arguments_are_widened():
+    w = torch.randn(16, 16, dtype=torch.bfloat16)
+
+    def fn(x):
+        y = (x @ w).float().to(torch.bfloat16)
+        return (
+            y
+            + torch.full((16,), 0.1, dtype=torch.bfloat16)
+            + y.sum(-1, keepdim=True, dtype=torch.bfloat16)
+        )
+
+    x = torch.randn(4, 16, dtype=torch.bfloat16)
+    y = x.float() @ w.float()
+    assert torch.allclose(
+        run_reference(fn, (x,), {}), y + 0.1 + y.sum(-1, keepdim=True), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "module, shape",
+    [
+        (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 5, 32)),
+        (nn.MultiheadAttention(32, 4, batch_first=True), (2, 5, 32)),
+        (
+            nn.Sequential(
+                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+            ),
+            (2, 3, 9, 9),
+        ),
+        (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
+    ],
+)
+def test_modules_give_what_their_double_gives_and_stay_as_they_were(module, shape):
+    module = module.eval()
+    x = torch.randn(shape)
+    args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+    got = run_reference(module, args, {})
+    want = module.double()(*(a.double() for a in args))
+    got, want = (v[0] if isinstance(v, tuple) else v for v in (got, want))
+    assert got.dtype == torch.float64
+    assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_exported_programs_run_too():
+    args, _ = block_case()
+    exported = torch.export.export(nn.Sequential(nn.Linear(64, 48), nn.GELU()), (args[0],)).module()
+    wide = run_reference(exported, (args[0],), {})
+    assert wide.dtype == torch.float64
+    assert (wide - exported(args[0])).abs().max() < 1e-5
+
+
+def test_integers_pass_and_operators_without_the_precision_run_as_written():
+    table = torch.randn(10, 4)
+    ids = torch.tensor([[1, 2], [3, 4]])
+    assert torch.equal(run_reference(lambda i: table[i], (ids,), {}), table[ids].double())
+
+
+def test_parts_along_the_batch_equal_the_whole():
+    args, sig = block_case(m=37)
+    leaves = list(args)
+    want = run_reference(block, args, {})
+    got = in_parts(
+        lambda p: block(*p),
+        leaves,
+        sig,
+        5,
+        [to_numpy(block(*args))],
+        lambda t: run_reference(t, (), {}, torch.float64),
+    )
+    assert abs(got[0] - want.numpy()).max() < 1e-12
+
+
+def test_parts_that_depend_on_each_other_are_refused():
+    args, sig = block_case(m=37)
+
+    def normalized(x, w, b):
+        y = block(x, w, b)
+        return y / y.abs().sum(0)
+
+    with pytest.raises(VerifyError, match="independent parts"):
+        in_parts(
+            lambda p: normalized(*p),
+            list(args),
+            sig,
+            5,
+            [to_numpy(normalized(*args))],
+            lambda t: t(),
+        )
+
+
+def test_split_axes_wants_the_dimension_alone():
+    _, sig = block_case()
+    assert split_axes(sig.inputs, "B") == [0, None, None]
+    assert split_axes([type(sig.inputs[0])("y", "float32", ("B*2", 3))], "B") is None
+    assert split_axes([type(sig.inputs[0])("y", "float32", ("BB", 3))], "B") == [None]

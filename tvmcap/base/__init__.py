@@ -1,0 +1,1 @@
+"""What every stage shares: errors, options, signatures, manifests, targets, comparison, timing."""

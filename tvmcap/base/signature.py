@@ -1,0 +1,155 @@
+"""The calling convention of a library, as plain data: what goes in, what comes out, which sizes are free.
+
+A signature is JSON inside the library's manifest, so the runtime needs neither torch nor TVM's compiler to read it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tvmcap.base.errors import LibraryError
+
+Size = int | str
+"""An extent: a number, the name of a symbolic dimension, or (outputs only) arithmetic on such names."""
+
+Tree = dict[str, Any]
+"""A nested structure: ``{"kind": "leaf", "index": 0}``, ``{"kind": "tuple" | "list", "items": [...]}``,
+``{"kind": "dict", "keys": [...], "items": [...]}`` or ``{"kind": "const", "value": ...}`` (None, bool, int, float, str).
+``index`` counts into ``Signature.inputs`` or ``Signature.outputs``."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the calling convention.
+
+    Attributes
+    ----------
+    name: the argument's name, dotted for nested ones (``"batch.mask"``); outputs are ``"out0"``, ``"out1"`` ...
+    dtype: as in TVM: ``"float32"``, ``"bfloat16"``, ``"int64"``, ``"bool"`` ...
+    shape: extents, outermost first.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class DimSpec:
+    """A symbolic dimension with its inclusive bounds; ``max`` is None where there is none."""
+
+    name: str
+    min: int = 0
+    max: int | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs in flattened order, outputs in flattened order, symbolic dimensions, and the two nested structures.
+
+    ``in_tree`` is always a tuple of the positional arguments; ``arg_names`` names them for keyword calls.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dims: tuple[DimSpec, ...]
+    in_tree: Tree
+    out_tree: Tree
+    arg_names: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data; ``from_json`` is its inverse."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Signature:
+        """Read what ``to_json`` wrote; raises LibraryError where a field is missing or of the wrong kind."""
+        try:
+            specs = {
+                key: tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in data[key])
+                for key in ("inputs", "outputs")
+            }
+            dims = tuple(DimSpec(d["name"], int(d["min"]), d["max"]) for d in data["dims"])
+            return Signature(
+                dims=dims,
+                in_tree=data["in_tree"],
+                out_tree=data["out_tree"],
+                arg_names=tuple(data["arg_names"]),
+                **specs,
+            )
+        except (KeyError, TypeError, ValueError) as e:
+            raise LibraryError(f"the signature in this library's manifest is malformed ({e!r}); build it again") from e
+
+
+def flatten(tree: Tree, value: Any) -> list[Any]:
+    """List the leaves of ``value`` in the order of ``tree``'s indices; constants are not checked."""
+    leaves: list[tuple[int, Any]] = []
+    _collect(tree, value, leaves)
+    return [leaf for _, leaf in sorted(leaves, key=lambda pair: pair[0])]
+
+
+def _collect(tree: Tree, value: Any, leaves: list[tuple[int, Any]]) -> None:
+    kind = tree["kind"]
+    if kind == "leaf":
+        leaves.append((tree["index"], value))
+    elif kind == "dict":
+        for key, item in zip(tree["keys"], tree["items"], strict=True):
+            _collect(item, value[key], leaves)
+    elif kind in ("tuple", "list"):
+        for item, part in zip(tree["items"], value, strict=True):
+            _collect(item, part, leaves)
+
+
+def unflatten(tree: Tree, leaves: list[Any]) -> Any:
+    """Rebuild the nested structure from its leaves."""
+    kind = tree["kind"]
+    if kind == "leaf":
+        return leaves[tree["index"]]
+    if kind == "const":
+        return tree["value"]
+    items = [unflatten(item, leaves) for item in tree["items"]]
+    if kind == "dict":
+        return dict(zip(tree["keys"], items, strict=True))
+    return tuple(items) if kind == "tuple" else items
+
+
+_ARITHMETIC = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+}
+_CALLS = {"min": min, "max": max}
+
+
+def evaluate(size: Size, dims: Mapping[str, int]) -> int:
+    """Value of a size such as ``"B*4 + 1"`` (``+ - * // %``, ``min``, ``max``); names come from ``dims``.
+
+    Parsed, never executed: a manifest is untrusted. Raises LibraryError for anything else.
+    """
+    if isinstance(size, int):
+        return size
+    if size in dims:
+        return dims[size]
+    try:
+        return _walk(ast.parse(size, mode="eval").body, dims)
+    except (SyntaxError, KeyError, TypeError, ZeroDivisionError) as e:
+        raise LibraryError(f"cannot evaluate the size {size!r} with {dict(dims)}: {e!r}") from e
+
+
+def _walk(node: ast.expr, dims: Mapping[str, int]) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return dims[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_walk(node.operand, dims)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return int(_ARITHMETIC[type(node.op)](_walk(node.left, dims), _walk(node.right, dims)))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS:
+        return int(_CALLS[node.func.id](*(_walk(a, dims) for a in node.args)))
+    raise TypeError(f"{ast.dump(node)} is not arithmetic on sizes")

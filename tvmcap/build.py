@@ -1,0 +1,160 @@
+"""build: the whole story, from a PyTorch function to a library."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tvmcap import cache, pipeline, versions
+from tvmcap.base import codegen
+from tvmcap.base.config import Config, make_config
+from tvmcap.base.errors import IncompatibleLibraryError
+from tvmcap.base.manifest import Manifest, read_manifest
+from tvmcap.capture.export import Captured, capture, fingerprint
+from tvmcap.compiled import Compiled, untuned_notice
+from tvmcap.kernel.records import open_stores
+from tvmcap.library import export, lower, weights
+from tvmcap.runtime.executor import Executor
+
+logger = logging.getLogger("tvmcap")
+
+
+def build(
+    fn: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    config: Config | None = None,
+    **options: Any,
+) -> Any:
+    """Compile a PyTorch function, module, ExportedProgram or .pt2 file into a library.
+
+    Parameters
+    ----------
+    fn: what to compile. The parameters of a module are frozen; the arguments of a function stay arguments.
+    args, kwargs: example inputs (torch, numpy or DLPack tensors); without them the first call captures.
+    config, options: fields of ``Config``, such as ``target="cuda"``, ``dynamic={"x": {0: "B"}}``, ``tune=64``.
+
+    Returns
+    -------
+    A ``Compiled`` (or, without ``args``, a ``Lazy`` that becomes one at its first call).
+
+    Raises
+    ------
+    ConfigError, CaptureError, BuildError, VerifyError: see ``tvmcap.errors``.
+    """
+    config = make_config(config, **options)
+    pipeline.check_disable(config.disable)
+    if args is None and kwargs is None and not _has_examples(fn):
+        from tvmcap.lazy import Lazy
+
+        return Lazy(fn, config)
+    return compile_once(fn, args, dict(kwargs or {}), config)
+
+
+def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any], config: Config) -> Compiled:
+    """Find the library in the compile cache, or make it; then load it, and verify it where it is new."""
+    start = time.perf_counter()
+    target = codegen.make_target(config.target)
+    stores = open_stores(config, target)
+    made: dict[str, Any] = {}
+
+    def make(path: Path) -> None:
+        made.update(_make(fn, args, kwargs, config, target, stores, key, path, start))
+
+    key = cache.key(_identity(fn, args, kwargs, config, target, stores))
+    path = cache.store(key, make, config.cache_dir)
+    compiled = _open(path, config, made)
+    if made:
+        _report(compiled, config)
+    return compiled
+
+
+def _make(
+    fn: Any, args: Any, kwargs: Any, config: Config, target: Any, stores: Any, key: str, path: Path, start: float
+) -> dict[str, Any]:
+    """Run the chain: capture, passes, tuning where asked for, codegen, one file."""
+    trace = pipeline.Trace()
+    captured = trace.timed("capture", lambda: capture(fn, args, kwargs, config))
+    fused = pipeline.run(captured.mod, pipeline.front(target), target, config, trace)
+    if isinstance(config.tune, int):
+        from tvmcap.tune import tune_module
+        from tvmcap.view.progress import default_progress
+
+        trace.timed("tune", lambda: tune_module(fused, target, config, progress=default_progress()))
+        stores = open_stores(config, target)
+
+    def lookup(task: Any) -> Any:
+        return [] if config.tune == "none" else stores.best_by_size(task.key, target)
+
+    planned = pipeline.run(fused, pipeline.back(target, lookup, trace), target, config, trace)
+    bare, large = weights.lift(planned)
+    executable = trace.timed("lower", lambda: lower.lower(bare, target))
+    manifest = Manifest(
+        versions=versions.versions(),
+        target=codegen.describe(target),
+        signature=captured.signature,
+        coverage=tuple(served.to_json() for served in trace.coverage),
+        frozen=captured.frozen,
+        kernels_per_call=pipeline.count_kernels(planned),
+        build_s=time.perf_counter() - start,
+        config=config.to_json(),
+        key=key,
+        peak_bytes=pipeline.peak_bytes(planned),
+    )
+    trace.timed("export", lambda: export.write(executable, path, manifest, large))
+    return {"captured": captured, "module": planned, "passes": trace.seconds}
+
+
+def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
+    """Load the file where this machine can run it."""
+    try:
+        executor: Executor | None = Executor(path)
+        foreign = ""
+    except IncompatibleLibraryError as e:
+        executor, foreign = None, str(e)
+    manifest = executor.manifest if executor is not None else read_manifest(path)
+    return Compiled(path, manifest, executor, foreign, config=config, from_cache=not made, **made)
+
+
+def _report(compiled: Compiled, config: Config) -> None:
+    """Verify a new library where that is wanted and possible, and say how much of it is tuned."""
+    if config.verify and compiled.executor is not None:
+        from tvmcap.verify.check import verify
+
+        report = verify(compiled)
+        compiled.mark_verified(report.ok)
+        logger.info("%s", report)
+        report.require()
+    elif config.verify:
+        compiled.mark_verified(False)
+        logger.warning("not verified, this machine cannot run it: %s", compiled.foreign)
+    notice = untuned_notice(compiled.manifest.coverage)
+    if notice:
+        logger.warning("%s", notice)
+
+
+def _identity(fn: Any, args: Any, kwargs: Any, config: Config, target: Any, stores: Any) -> dict[str, Any]:
+    """Everything that decides the bytes of the library."""
+    return {
+        "source": fingerprint(fn, args, kwargs, config),
+        "config": config.to_json(only_code=True),
+        "target": codegen.describe(target),
+        "versions": versions.versions(),
+        "compiler": versions.source_hash(),
+        "records": [] if config.tune == "none" else _stamp(stores),
+    }
+
+
+def _stamp(stores: Any) -> list[list[Any]]:
+    """Tell one state of the record files from another without reading them."""
+    files = [store.path for store in stores.stores if store.path.is_file()]
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _has_examples(fn: Any) -> bool:
+    return isinstance(fn, str | os.PathLike) or type(fn).__name__ == "ExportedProgram"

@@ -1,0 +1,1 @@
+"""PyTorch to a well-formed Relax module: export, shapes, operators, IR."""

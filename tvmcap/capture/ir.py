@@ -1,0 +1,167 @@
+"""From an exported graph to Relax: TVM's importer node by node, each result checked against torch's own shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import tvm
+from torch import fx
+from torch.export import ExportedProgram
+from tvm import relax
+from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+from tvmcap.base.errors import CaptureError
+from tvmcap.capture import source
+from tvmcap.capture.converters import CONVERTERS
+from tvmcap.capture.operators import WRONG, operator_name
+from tvmcap.capture.shapes import Symbols
+from tvmcap.capture.structure import dtype_name
+
+
+def known_operators() -> set[str]:
+    """Name every ATen operator that has a converter, TVM's or ours."""
+    return (set(ExportedProgramImporter().convert_map) - WRONG) | set(CONVERTERS)
+
+
+def import_graph(
+    program: ExportedProgram,
+    inputs: Sequence[tuple[str, fx.Node]],
+    constants: Mapping[str, torch.Tensor],
+    symbols: Symbols,
+) -> tvm.IRModule:
+    """Translate the graph into a Relax module whose ``main`` returns a tuple of the outputs.
+
+    Parameters
+    ----------
+    inputs: name and placeholder of each run-time input, in signature order.
+    constants: placeholder name to value, for parameters, buffers and lifted tensors.
+    symbols: the symbolic sizes.
+
+    Raises CaptureError, the original chained, where a converter fails or disagrees with torch on a shape.
+    """
+    importer = ExportedProgramImporter()
+    builder = importer.block_builder = relax.BlockBuilder()
+    params = []
+    for name, node in inputs:
+        value = node.meta["val"]
+        shape = [symbols.expr(size) for size in value.shape]
+        params.append(relax.Var(name, relax.TensorType(shape, dtype_name(value.dtype))))
+        importer.env[node] = params[-1]
+    with builder.function("main", params):
+        with builder.dataflow():
+            outputs = _translate(importer, program.graph, _Constants(constants), symbols)
+            result = builder.emit_output(relax.Tuple(outputs))
+        builder.emit_func_output(result)
+    return _well_formed(builder.get(), params, symbols)
+
+
+def _translate(
+    importer: ExportedProgramImporter, graph: fx.Graph, constants: _Constants, symbols: Symbols
+) -> list[relax.Expr]:
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node not in importer.env:
+                importer.env[node] = constants.get(node.name)
+        elif node.op == "output":
+            return [importer.env[n] for n in node.args[0]]
+        elif node.op == "call_function":
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt | int):
+                importer.env[node] = symbols.expr(value)
+            elif isinstance(value, torch.Tensor | tuple | list):
+                importer.env[node] = _convert(importer, node, symbols)
+    raise CaptureError("the exported graph has no output")
+
+
+class _Constants:
+    """Frozen tensors as Relax constants; tied ones are shared."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.made: dict[tuple[Any, ...], relax.Constant] = {}
+
+    def get(self, name: str) -> relax.Constant:
+        tensor = self.tensors[name]
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+        if tensor.numel() == 0 or key not in self.made:
+            dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+            own = dense.cpu().clone(memory_format=torch.contiguous_format)
+            self.made[key] = relax.const(tvm.runtime.from_dlpack(own))
+        return self.made[key]
+
+
+def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols) -> Any:
+    name = node.target.__name__  # type: ignore[union-attr]
+    try:
+        if name in CONVERTERS:
+            result = CONVERTERS[name](node, importer)
+        else:
+            result = importer.convert_map[name](node)
+        return _agree(importer, result, node.meta["val"], symbols)
+    except CaptureError:
+        raise
+    except Exception as e:
+        raise CaptureError(
+            f"the importer cannot translate {operator_name(node)} with {_describe(node)}, at"
+            f" {source.of_node(node) or 'an unknown line'}: {_first_line(e)}. Write it with other operators, or keep it"
+            " outside the function"
+        ) from e
+
+
+def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: Symbols) -> Any:
+    """Make the result's dtype torch's, and its shape known; raise ValueError where the shapes differ."""
+    if isinstance(value, tuple | list):
+        if isinstance(result, tuple | list):
+            return [_agree(importer, r, v, symbols) for r, v in zip(result, value, strict=False)]
+        return result
+    if not isinstance(result, relax.Expr) or not isinstance(result.ty, relax.TensorType):
+        raise ValueError(f"no tensor came out, but {type(result).__name__}")
+    builder, dtype = importer.block_builder, dtype_name(value.dtype)
+    if str(result.ty.dtype.dtype) != dtype:
+        result = builder.emit(relax.op.astype(result, dtype))
+    expected = [symbols.expr(size) for size in value.shape]
+    found = result.ty.shape
+    if not isinstance(found, relax.ShapeExpr):
+        return builder.match_cast(result, relax.TensorType(expected, dtype))
+    if len(found) != len(expected):
+        raise ValueError(f"the rank came out as {len(found)}, torch has {len(expected)}")
+    analyzer = tvm.sym.Analyzer()
+    for axis, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if analyzer.can_prove_equal(a, b):
+            continue
+        if isinstance(a, tvm.tirx.IntImm) and isinstance(b, int | tvm.tirx.IntImm):
+            raise ValueError(f"axis {axis} came out as {a}, torch has {b}")
+        return builder.match_cast(result, relax.TensorType(expected, dtype))
+    return result
+
+
+def _well_formed(mod: tvm.IRModule, params: Sequence[relax.Var], symbols: Symbols) -> tvm.IRModule:
+    main = mod["main"]
+    dims = symbols.bounds
+    if dims:
+        main = main.with_attr("tir_var_lower_bound", {name: low for name, (low, _) in dims.items()})
+        upper = {name: high for name, (_, high) in dims.items() if high is not None}
+        if upper:
+            main = main.with_attr("tir_var_upper_bound", upper)
+    mod["main"] = main
+    mod = relax.transform.DeadCodeElimination(["main"])(mod)
+    try:
+        relax.analysis.well_formed(mod)
+    except Exception as e:
+        raise CaptureError(f"the importer made a Relax module that is not well formed: {_first_line(e)}") from e
+    return mod
+
+
+def _describe(node: fx.Node) -> str:
+    parts = []
+    for argument in node.args:
+        value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+        parts.append(f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value))
+    return f"({', '.join(parts)})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

@@ -1,0 +1,106 @@
+"""Compiled: the library as its user holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tvmcap.base.errors import LibraryError
+from tvmcap.base.manifest import Manifest, rewrite_manifest
+from tvmcap.base.score import Score
+from tvmcap.base.signature import Signature
+from tvmcap.library.export import copy_library
+from tvmcap.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from tvmcap.base.config import Config
+    from tvmcap.capture.export import Captured
+
+
+@dataclass
+class Compiled:
+    """A library: callable, exportable, and able to say what it is.
+
+    Attributes
+    ----------
+    path: the library file; ``manifest`` is what it says of itself.
+    executor: runs it; None for a library of another machine, and ``foreign`` says why.
+    config, captured, module, passes: what the compiler knew; None or empty after ``load``.
+    """
+
+    path: Path
+    manifest: Manifest
+    executor: Executor | None
+    foreign: str = ""
+    config: Config | None = None
+    captured: Captured | None = None
+    module: Any = None
+    passes: list[tuple[str, float]] = field(default_factory=list)
+    from_cache: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        """The calling convention."""
+        return self.manifest.signature
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run it on torch tensors, numpy arrays or DLPack objects; the same kind comes back.
+
+        Raises InputError where an argument does not match the signature; LibraryError for a library of another machine.
+        """
+        if self.executor is None:
+            raise LibraryError(f"this library cannot run here: {self.foreign}")
+        return self.executor(*args, out=out, **kwargs)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the library to ``path``: one file, and the weights beside it where they pass 512 MB."""
+        copy_library(self.path, path)
+        return Path(path)
+
+    def scoreboard(
+        self, sizes: Mapping[str, int] | None = None, *, baselines: bool = True, progress: Any = None
+    ) -> Score:
+        """Measure kernels, bytes, memory, latency, and with ``baselines`` eager and torch.compile beside it."""
+        from tvmcap.scoreboard import score
+
+        return score(self, sizes, baselines=baselines, progress=progress)
+
+    def explain(self) -> str:
+        """Say what was captured, frozen and compiled, and which record or rule serves each kernel."""
+        from tvmcap.view.explain import explain
+
+        return explain(self)
+
+    def inspect(self, *parts: str) -> str:
+        """Show the manifest, passes and kernels; ``parts`` may name more (see ``tvmcap inspect --help``)."""
+        from tvmcap.view.inspect import inspect
+
+        return inspect(self, *parts)
+
+    def mark_verified(self, ok: bool) -> None:
+        """Record in the library file whether it was within its error budget."""
+        self.manifest = replace(self.manifest, verified=ok)
+        rewrite_manifest(self.path, self.manifest)
+
+
+def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
+    """Load an exported library; needs TVM's runtime alone, not its compiler and not torch.
+
+    Raises DamagedLibraryError for a truncated or altered file and IncompatibleLibraryError where this machine, its GPU or
+    its TVM is not what the library was built for; both before any code of the file runs.
+    """
+    executor = Executor(path, device=device)
+    return Compiled(Path(path), executor.manifest, executor)
+
+
+def untuned_notice(coverage: Sequence[Mapping[str, Any]]) -> str:
+    """Return "k of n tasks tuned", with what to do about the rest, or "" where there is nothing to tune."""
+    tunable = [task for task in coverage if task.get("tunable", True)]
+    tuned = [task for task in tunable if task.get("tuned")]
+    if not tunable:
+        return ""
+    text = f"{len(tuned)} of {len(tunable)} tasks tuned"
+    return text if len(tuned) == len(tunable) else f"{text}; run `tvmcap tune` on it, or build(..., tune=64)"

@@ -1,0 +1,68 @@
+"""The one walk that graph passes share: emit main's bindings anew, some of them changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tvm
+from tvm import relax
+
+Emit = Callable[[Any, Any], Any]
+"""(block builder, value with its arguments already rewritten) -> the expression to bind instead, or None to keep it."""
+
+
+def outputs_of(main: Any) -> list[Any]:
+    """List what main returns, seen through aliases and tuples."""
+    values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+    result = main.body.body
+    while isinstance(values.get(result), relax.Var | relax.Tuple):
+        result = values[result]
+    return list(result.fields) if isinstance(result, relax.Tuple) else [result]
+
+
+def rebuild(mod: tvm.IRModule, emit: Emit, finish: Callable[[Any, int, Any], Any] | None = None) -> tvm.IRModule:
+    """Walk main and rebind each value to what ``emit`` gives; ``finish(builder, i, output)`` may change output ``i``."""
+    main = mod["main"]
+    builder = relax.BlockBuilder(mod)
+    env: dict[Any, Any] = {}
+    outputs = outputs_of(main)
+    with builder.function("tvmcap_main", list(main.params), attrs=dict(main.attrs or {})):
+        with builder.dataflow():
+            for block in main.body.blocks:
+                for binding in block.bindings:
+                    value = builder.normalize(substitute(binding.value, env))
+                    if isinstance(value, relax.Var | relax.Tuple):
+                        env[binding.var] = value
+                        continue
+                    new = emit(builder, value)
+                    env[binding.var] = builder.emit(value if new is None else new)
+            results = [substitute(o, env) for o in outputs]
+            if finish is not None:
+                results = [finish(builder, i, r) for i, r in enumerate(results)]
+            results = [builder.emit_output(r) for r in results]
+        builder.emit_func_output(relax.Tuple(results) if len(results) > 1 else results[0])
+    new_mod = builder.finalize()
+    written = new_mod["tvmcap_main"].with_attr("global_symbol", "main")
+    functions = {g: f for g, f in new_mod.functions.items() if g.name_hint not in ("main", "tvmcap_main")}
+    return tvm.IRModule({**functions, tvm.ir.GlobalVar("main"): written}, attrs=mod.attrs)
+
+
+def substitute(expr: Any, env: dict[Any, Any]) -> Any:
+    """Replace variables in a value in A-normal form."""
+    if isinstance(expr, relax.Var):
+        return env.get(expr, expr)
+    if isinstance(expr, relax.Tuple):
+        return relax.Tuple([substitute(f, env) for f in expr.fields])
+    if isinstance(expr, relax.TupleGetItem):
+        source = substitute(expr.tuple_value, env)
+        return source.fields[expr.index] if isinstance(source, relax.Tuple) else relax.TupleGetItem(source, expr.index)
+    if isinstance(expr, relax.Call):
+        return relax.Call(expr.op, [substitute(a, env) for a in expr.args], expr.attrs, expr.ty_args)
+    return expr
+
+
+def is_op(value: Any, *names: str) -> bool:
+    """Whether the value is a call of one of these Relax operators, named without ``relax.``."""
+    op = getattr(value, "op", None)
+    return isinstance(op, tvm.ir.Op) and op.name.removeprefix("relax.") in names

@@ -1,0 +1,146 @@
+"""Apply: every PrimFunc gets a schedule, from a record where one exists, else from a rule; coverage is reported."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from tvmcap.kernel import fallback, intrinsics, search, spaces, tasks
+from tvmcap.kernel.records import Record
+
+logger = logging.getLogger("tvmcap")
+
+MAX_VARIANTS = 3
+"""Kernels of one task that share the range of a dynamic dimension; more do not pay for their code."""
+
+Lookup = Callable[[tasks.Task], Sequence[Record]]
+"""The usable records of a task: the best one at each size that was tuned (``records.Stores.best_by_size``)."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serves one task.
+
+    Attributes
+    ----------
+    task: name of the kernel; ``calls`` how often one run of the program calls it.
+    by: ``"template:NAME"``, ``"trace"`` or ``"rule:NAME"``.
+    records: for each tuned size, the record's median in microseconds and its candidate.
+    ranges: for each variant the largest number of rows it serves ("any" for the last) and its knobs.
+    tunable: whether tuning could do something for this kernel.
+    reason: why no record serves it.
+    """
+
+    task: str
+    by: str
+    calls: int
+    tunable: bool = True
+    records: dict[str, str] = field(default_factory=dict)
+    ranges: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def tuned(self) -> bool:
+        """Whether a record decided the schedule."""
+        return bool(self.records)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {**asdict(self), "tuned": self.tuned}
+
+
+def schedule(mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Served]) -> tvm.IRModule:
+    """Ensures every PrimFunc is scheduled; appends to ``coverage`` what serves each."""
+    functions = dict(mod.functions.items())
+    found = {name: task for task in tasks.extract(mod, target, spaces.find) for name in task.names}
+    for gvar, func in mod.functions.items():
+        if not isinstance(func, tirx.PrimFunc):
+            continue
+        task = found.get(gvar.name_hint)
+        if task is None:
+            functions[gvar], rule = fallback.schedule(func, target)
+            coverage.append(Served(gvar.name_hint, f"rule:{rule}", 1, False, reason="too small to tune"))
+            continue
+        own = task if task.name == gvar.name_hint else tasks.make_task(func, target, spaces.find)
+        variants, served = _serve(own, list(lookup(task)), target)
+        if task.name == gvar.name_hint:
+            coverage.append(served)
+        functions.update(_attach(gvar, variants))
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _serve(task: tasks.Task, records: list[Record], target: Any) -> tuple[list[tuple[int | None, Any]], Served]:
+    """Kernels of a task as (largest number of rows or None, PrimFunc), and the report."""
+    seen = {_sizes_text(r): f"{r.median_us:.1f} us {r.candidate[:120]}" for r in records}
+    if task.template is not None:
+        choices = _choose(task, records, target)
+        made = [
+            (bound, task.template.lower(task.func, task.problem, knobs, target)) for bound, knobs in choices
+        ]
+        if target.kind.name == "llvm":
+            made = [(bound, intrinsics.expand(f)) for bound, f in made]
+        ranges = {"any" if b is None else f"<={b}": task.template.knobs_to_json(k) for b, k in choices}
+        reason = "" if records else "no record; the template's default"
+        return made, Served(task.name, f"template:{task.template.name}", task.count, True, seen, ranges, reason)
+    for record in sorted(records, key=lambda r: -sum(r.sizes.values())):
+        func = search.apply_trace(task.func, record.trace, target)
+        if func is not None:
+            used = {_sizes_text(record): seen[_sizes_text(record)]}
+            return [(None, func)], Served(task.name, "trace", task.count, True, used)
+    func, rule = fallback.schedule(task.func, target)
+    reason = "no record" if not records else "no record's trace applies to the symbolic sizes"
+    return [(None, func)], Served(task.name, f"rule:{rule}", task.count, True, reason=reason)
+
+
+def _sizes_text(record: Record) -> str:
+    return ", ".join(f"{k}={v}" for k, v in record.sizes.items()) or "static"
+
+
+def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[int | None, Any]]:
+    """Knobs by range of rows: each tuned size rules up to the geometric mean with the next; equal neighbours merge."""
+    template = task.template
+    if not records:
+        return _defaults(task, target)
+    ordered = sorted(records, key=lambda r: r.sizes.get("rows", 0))
+    if isinstance(task.problem.rows, int):
+        exact = [r for r in ordered if r.sizes.get("rows") == task.problem.rows]
+        near = min(ordered, key=lambda r: abs(math.log((r.sizes.get("rows", 1) + 1) / (task.problem.rows + 1))))
+        return [(None, template.knobs_from_json((exact or [near])[0].candidate))]
+    steps = [(r.sizes["rows"], template.knobs_from_json(r.candidate)) for r in ordered]
+    merged: list[tuple[int, int, Any]] = []  # (smallest rows, largest rows, knobs)
+    for rows, knobs in steps:
+        if merged and merged[-1][2] == knobs:
+            merged[-1] = (merged[-1][0], rows, knobs)
+        else:
+            merged.append((rows, rows, knobs))
+    while len(merged) > MAX_VARIANTS:  # the two neighbours whose sizes are closest become one, the larger size's
+        i = min(range(len(merged) - 1), key=lambda j: merged[j + 1][0] / max(merged[j][1], 1))
+        merged[i : i + 2] = [(merged[i][0], merged[i + 1][1], merged[i + 1][2])]
+    bounds = [int(math.sqrt(a[1] * b[0])) for a, b in zip(merged, merged[1:], strict=False)]
+    return [*zip(bounds, [m[2] for m in merged], strict=False), (None, merged[-1][2])]
+
+
+def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
+    """The template's own choice by range of rows where it has one, else its one default."""
+    if task.template.variants and not isinstance(task.problem.rows, int):
+        ranged: list[tuple[int | None, Any]] = list(task.template.ranges(task.problem, target))
+        return ranged
+    return [(None, task.template.default(task.problem, target))]
+
+
+def _attach(gvar: Any, variants: list[tuple[int | None, Any]]) -> dict[Any, Any]:
+    """Name the variants of a kernel; the last one, which serves any size, lists the others in an attribute."""
+    functions, listed = {}, []
+    for bound, func in variants[:-1]:
+        name = f"{gvar.name_hint}_upto{bound}"
+        functions[tvm.ir.GlobalVar(name)] = func
+        listed.append([bound, name])
+    last = variants[-1][1]
+    functions[gvar] = last.with_attr("tvmcap.variants", listed) if listed else last
+    return functions

@@ -1,0 +1,196 @@
+"""What a fused PrimFunc does around its one reduction, read off its blocks without a table of operators.
+
+FuseTIR leaves one block an operator: the reduction (the anchor) and then elementwise blocks, each through a buffer.
+``read`` follows those buffers and gives the expression of every output as a function of the anchor's value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.s_tir import SBlock, SBlockRealize
+
+Expr = Any
+"""A PrimExpr; TVM's Python classes have no common typed base that helps here."""
+
+Buffer = Any
+"""A tirx buffer: a Var whose type is a BufferType."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One elementwise block: ``buffer[axes] = value``."""
+
+    axes: tuple[Any, ...]
+    value: Expr
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """From the anchor's value to what is stored.
+
+    Attributes
+    ----------
+    anchor: the buffer that the reduction writes.
+    outputs: the parameters written, in the order of the function's parameters.
+    stages: each buffer that an elementwise block writes, with its expression.
+    reads: parameters read besides the anchor's own operands (bias, residual, ...), in order of parameters.
+    """
+
+    anchor: Buffer
+    outputs: tuple[Buffer, ...]
+    stages: dict[Any, Stage]
+    reads: tuple[Buffer, ...]
+    _uses: dict[Any, int] = field(default_factory=dict)
+
+    def stores(
+        self, value: Expr, indices: Sequence[Expr], remap: Callable[[Buffer, list[Expr]], Expr] | None = None
+    ) -> tuple[list[Any], list[tuple[Buffer, Expr]]]:
+        """Return what to compute first (Bind statements) and the value of each output at ``indices``.
+
+        Parameters
+        ----------
+        value: the anchor's finished value at ``indices``, in the anchor's dtype.
+        indices: index into the anchor, one expression a dimension; outputs are written at the same ones.
+        remap: how to read a parameter at some indices; a plain load where not given.
+        """
+        walk = _Walk(self, value, list(indices), remap or (lambda b, i: tirx.BufferLoad(b, i)))
+        values = [(out, walk.value_of(out, list(indices))) for out in self.outputs]
+        return walk.binds, values
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused PrimFunc taken apart: the reduction block, and what follows it."""
+
+    block: Any
+    epilogue: Epilogue
+
+
+def read(func: tirx.PrimFunc) -> Fused | None:
+    """Take a PrimFunc apart, or return None where it is not one reduction followed by elementwise blocks.
+
+    Every elementwise block must read the anchor at its own point, so that outputs can be stored tile by tile.
+    """
+    blocks = _blocks(func)
+    anchors = [b for b in blocks or () if any(v.iter_type == tirx.IterVar.CommReduce for v in b.iter_vars)]
+    if blocks is None or len(anchors) != 1:
+        return None
+    anchor = anchors[0].writes[0].source
+    stages: dict[Any, Stage] = {}
+    for block in blocks:
+        if block.same_as(anchors[0]):
+            continue
+        store, axes = block.body, [v.var for v in block.iter_vars]
+        if not isinstance(store, tirx.BufferStore) or not _same_all(store.indices, axes):
+            return None
+        stages[store.buffer] = Stage(tuple(axes), store.value)
+    outputs = tuple(p for p in func.params if p in stages or p.same_as(anchor))
+    uses, reads = _count_loads(stages, func.params)
+    epilogue = Epilogue(anchor, outputs, stages, reads, uses)
+    return Fused(anchors[0], epilogue) if outputs and _pointwise(epilogue) else None
+
+
+def digest(func: tirx.PrimFunc) -> str:
+    """Return a short hash of what a PrimFunc computes: names, attributes and the process do not enter."""
+    bare = tirx.PrimFunc(func.params, func.body)
+    return hashlib.sha256(str(tvm_ffi.structural_hash(bare, map_free_vars=True)).encode()).hexdigest()[:16]
+
+
+class _Walk:
+    """Evaluates outputs at one point; a value that is used more than once is computed once."""
+
+    def __init__(self, epilogue: Epilogue, value: Expr, indices: list[Expr], load: Callable[..., Expr]) -> None:
+        self.epilogue, self.value, self.indices, self.load = epilogue, value, indices, load
+        self.binds: list[Any] = []
+        self.known: dict[Any, list[tuple[list[Expr], Expr]]] = {}
+
+    def value_of(self, buffer: Buffer, indices: list[Expr]) -> Expr:
+        if buffer.same_as(self.epilogue.anchor):
+            if not _same_all(indices, self.indices):
+                raise _NotPointwise
+            return self.value
+        stage = self.epilogue.stages.get(buffer)
+        if stage is None:
+            return self.load(buffer, indices)
+        for seen, value in self.known.get(buffer, ()):
+            if _same_all(seen, indices):
+                return value
+        value = self._evaluate(stage.value, dict(zip(stage.axes, indices, strict=True)))
+        if self.epilogue._uses.get(buffer, 0) > 1:
+            var = tirx.Var(buffer.name, buffer.dtype)
+            self.binds.append(tirx.Bind(var, value))
+            value = var
+        self.known.setdefault(buffer, []).append((indices, value))
+        return value
+
+    def _evaluate(self, expr: Expr, axes: dict[Any, Expr]) -> Expr:
+        def load(node: Any) -> Any:
+            return self.value_of(node.source, list(node.indices))
+
+        expr = tvm_ffi.structural_map(expr, (tirx.Var, lambda v: axes.get(v, v)))
+        return tvm_ffi.structural_map(expr, (tvm.ir.TensorLoad, load))
+
+
+class _NotPointwise(Exception):
+    """An elementwise block reads the anchor at another point than its own."""
+
+
+def _pointwise(epilogue: Epilogue) -> bool:
+    shape = epilogue.anchor.shape
+    if any(len(out.shape) != len(shape) or not _same_all(out.shape, shape) for out in epilogue.outputs):
+        return False
+    point = [tirx.Var(f"i{d}", "int64") for d in range(len(shape))]
+    try:
+        epilogue.stores(tirx.Var("acc", epilogue.anchor.dtype), point)
+    except _NotPointwise:
+        return False
+    return True
+
+
+def _blocks(func: tirx.PrimFunc) -> list[Any] | None:
+    """Return the blocks under the root in order, or None where one sits in loops other than its own, all plain."""
+    found: list[Any] = []
+    root = getattr(func.body, "block", None)
+    if not isinstance(root, SBlock):
+        return None
+    for stmt in root.body.seq if isinstance(root.body, tirx.SeqStmt) else [root.body]:
+        loops = []
+        while isinstance(stmt, tirx.For):
+            loops.append(stmt.loop_var)
+            stmt = stmt.body
+        if not isinstance(stmt, SBlockRealize) or not _plain(stmt, loops):
+            return None
+        found.append(stmt.block)
+    return found
+
+
+def _plain(realize: Any, loops: list[Any]) -> bool:
+    values = [v for v in realize.iter_values if not isinstance(v, tirx.IntImm)]
+    return _same_all(values, loops) and isinstance(realize.predicate, tirx.IntImm)
+
+
+def _count_loads(stages: dict[Any, Stage], params: Sequence[Any]) -> tuple[dict[Any, int], tuple[Any, ...]]:
+    uses: dict[Any, int] = {}
+    for stage in stages.values():
+
+        def count(node: Any) -> None:
+            uses[node.source] = uses.get(node.source, 0) + 1
+
+        tvm_ffi.structural_walk(stage.value, (tvm.ir.TensorLoad, count))
+    return uses, tuple(p for p in params if p in uses and p not in stages)
+
+
+def _same_all(left: Sequence[Expr], right: Sequence[Expr]) -> bool:
+    return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+
+
+def same(a: Expr, b: Expr) -> bool:
+    """Whether two expressions are the same node or the same tree."""
+    return bool(tvm_ffi.structural_equal(a, b))

@@ -1,0 +1,50 @@
+"""Fallback: the rule that schedules a kernel no record and no template serves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from tvmcap.base.errors import BuildError
+from tvmcap.kernel import cpu_rules, intrinsics
+
+logger = logging.getLogger("tvmcap")
+
+
+def schedule(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
+    """Schedule a PrimFunc by the first rule that fits; returns it with the rule's name."""
+    if target.kind.name == "llvm":
+        done = cpu_rules.schedule(func, target)
+        func, name = (func, "none") if done is None else (done, "cpu")
+        return intrinsics.expand(func).with_attr("tirx.is_scheduled", True), name
+    return _gpu(func, target)
+
+
+def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
+    """Apply TVM's dlight rules, most specific first."""
+    from tvm.s_tir import dlight
+
+    with target:
+        for rule in (
+            dlight.gpu.Matmul(),
+            dlight.gpu.GEMV(),
+            dlight.gpu.Reduction(),
+            dlight.gpu.GeneralReduction(),
+            dlight.gpu.Fallback(),
+        ):
+            name = type(rule).__name__.lower()
+            try:
+                found = rule.apply(func, target, False)
+            except Exception as e:  # a rule that trips over a pattern must not stop the ones after it
+                logger.debug("dlight %s cannot schedule %s: %s", name, func.attrs.get("global_symbol", "?"), e)
+                continue
+            if found is not None:
+                first = found[0] if isinstance(found, list) else found
+                return first.mod["main"].with_attr("tirx.is_scheduled", True), f"dlight-{name}"
+    raise BuildError(
+        "no rule schedules this kernel for the GPU; build with target='llvm', or report the operator:\n"
+        + tvm.IRModule({"kernel": func}).script()[:2000]
+    )

@@ -1,0 +1,41 @@
+"""What a cost model sees of a template's candidate, and how a candidate carries its knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+
+KNOBS = "tvmcap.knobs"
+"""Annotation of the root block: the knobs as canonical JSON. It is all that MetaSchedule sees of a candidate."""
+
+
+def new_schedule(func: Any) -> Any:
+    """Return a schedule of a copy of ``func``, named main.
+
+    A real copy: a schedule overlooks that the body of a PrimFunc is shared with the PrimFunc it was made from by
+    ``with_attr``, and changes both.
+    """
+    copy = tvm.ir.load_json(tvm.ir.save_json(func.with_attr("global_symbol", "main")))
+    return tvm.s_tir.Schedule(tvm.IRModule({"main": copy}))
+
+
+def annotate(func: Any, knobs_json: str) -> Any:
+    """Return a schedule of ``func`` whose trace is one annotation that holds the knobs."""
+    sch = new_schedule(func)
+    sch.annotate(sch.get_sblock("root"), KNOBS, knobs_json)
+    return sch
+
+
+def read_knobs(sch: Any) -> str | None:
+    """Return the knobs that a schedule carries, or None."""
+    value = sch.get(sch.get_sblock("root")).annotations.get(KNOBS)
+    return None if value is None else str(value)
+
+
+def template_features(template: Any, problem: Any, knobs: Sequence[Any], target: Any) -> Any:
+    """Return the template's features as a float32 array (candidates, features), everything finite."""
+    rows = np.asarray(template.features(problem, knobs, target), dtype=np.float32)
+    return np.nan_to_num(rows.reshape(len(knobs), -1), posinf=3e38, neginf=-3e38)

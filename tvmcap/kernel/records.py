@@ -1,0 +1,279 @@
+"""Tuning records: one checksummed JSON line a measurement, appended safely, read line by line.
+
+A line stands alone: it holds what was measured, on what, with which software, and how it went, so that stores can be
+merged by concatenation and read by anything. A line that cannot be read is counted and left where it is; a record of
+another target, TVM version or template source is kept, counted and not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from tvmcap.base.config import Config
+from tvmcap.base.errors import RecordError
+from tvmcap.kernel.fingerprint import fingerprint, same_target, tvm_version
+
+log = logging.getLogger("tvmcap")
+
+FILE_NAME = "records.jsonl"
+_LOCK_TIMEOUT_S = 30.0
+
+
+def canonical(data: Any) -> str:
+    """Return the one JSON text of ``data``: keys sorted, no spaces."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def digest(data: Any) -> str:
+    """Return 16 hexadecimal digits of the sha256 of ``canonical(data)``."""
+    return hashlib.sha256(canonical(data).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class TaskKey:
+    """What records of one task have in common: a workload, and the template (if any) that made its kernels."""
+
+    kind: str
+    workload_hash: str
+    template: str | None = None
+    template_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement of one candidate.
+
+    Attributes
+    ----------
+    kind: ``"template"`` (``knobs`` holds the candidate) or ``"trace"`` (``trace`` does, as MetaSchedule writes it).
+    workload: what identifies the computation, as JSON data; ``workload_hash`` is its digest.
+    sizes: values of the free extents: ``{"rows": 16}`` for a template, ``{"s0": 16}`` in order for a loop nest.
+    target: the fingerprint of the target and machine that measured.
+    median_us, p10_us, p90_us: microseconds a call; None where it failed.
+    samples: how many timings the median is of.
+    features: what the cost model saw of a template's candidate, so that any later run can learn from the line alone.
+    error: ``{"cause": ..., "message": ...}`` of a failure, else None.
+    """
+
+    kind: str
+    workload: dict[str, Any]
+    workload_hash: str
+    sizes: dict[str, int]
+    template: str | None
+    template_hash: str | None
+    knobs: dict[str, Any] | None
+    trace: list[Any] | None
+    target: dict[str, Any]
+    tvm: str
+    median_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    samples: int
+    error: dict[str, str] | None
+    seed: int
+    date: str
+    features: list[float] | None = None
+
+    @property
+    def key(self) -> TaskKey:
+        """The task this record belongs to."""
+        return TaskKey(self.kind, self.workload_hash, self.template, self.template_hash)
+
+    @property
+    def candidate(self) -> str:
+        """Canonical text of the knobs or the trace: equal for equal candidates."""
+        return canonical(self.knobs if self.kind == "template" else self.trace)
+
+    def to_line(self) -> str:
+        """Return the line that a store holds, checksum included, without the newline."""
+        data = asdict(self)
+        return canonical({**data, "sum": digest(data)})
+
+    @staticmethod
+    def from_line(line: str) -> Record:
+        """Read what ``to_line`` wrote; raises ValueError for anything else."""
+        try:
+            data = json.loads(line)
+            checksum = data.pop("sum")
+            if digest(data) != checksum:
+                raise ValueError("checksum differs")
+            record = Record(**data)
+            if record.kind not in ("template", "trace"):
+                raise ValueError(f"unknown kind {record.kind!r}")
+            return record
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as e:
+            raise ValueError(f"not a record: {e!r}") from e
+
+
+@dataclass
+class RecordStore:
+    """The records of one folder. Reading needs no lock; every append takes one and is synced to disk.
+
+    Attributes
+    ----------
+    folder: where ``records.jsonl`` and its lock are.
+    records: what was read so far, in file order; ``refresh`` reads what was appended since.
+    bad_lines: lines that are no records.
+    """
+
+    folder: Path
+    records: list[Record] = field(default_factory=list)
+    bad_lines: int = 0
+    _offset: int = 0
+
+    def __post_init__(self) -> None:
+        """Read what is there; a folder that does not exist is an empty store."""
+        self.folder = Path(self.folder)
+        self.refresh()
+
+    @property
+    def path(self) -> Path:
+        """The file of records."""
+        return self.folder / FILE_NAME
+
+    def refresh(self) -> None:
+        """Read the complete lines appended since the last call."""
+        try:
+            with self.path.open("rb") as f:
+                f.seek(self._offset)
+                data = f.read()
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            raise RecordError(f"cannot read tuning records from {self.path}: {e}; check the folder's rights") from e
+        complete = data.rfind(b"\n") + 1
+        self._offset += complete
+        for raw in data[:complete].split(b"\n"):
+            if not raw.strip():
+                continue
+            try:
+                self.records.append(Record.from_line(raw.decode("utf-8")))
+            except (ValueError, UnicodeDecodeError):
+                self.bad_lines += 1
+
+    def check_writable(self) -> None:
+        """Create the folder and append nothing to the file; raises RecordError where that fails."""
+        self.append([])
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Write records at the end, whole or not at all as far as readers can see, and sync them to disk."""
+        text = "".join(record.to_line() + "\n" for record in records).encode()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S), self.path.open("ab+") as f:
+                f.seek(0, os.SEEK_END)
+                if f.tell():
+                    f.seek(-1, os.SEEK_END)
+                    if f.read(1) != b"\n" and text:
+                        text = b"\n" + text
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+        except Timeout as e:
+            raise RecordError(f"{self.folder} has been locked by another tuner for {_LOCK_TIMEOUT_S:.0f} s") from e
+        except OSError as e:
+            raise RecordError(
+                f"cannot write tuning records to {self.folder}: {e.strerror or e}; give log_dir= a folder you can write"
+            ) from e
+        self.refresh()
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Stores to read from, best first, and the one to write to."""
+
+    stores: tuple[RecordStore, ...]
+    writer: RecordStore
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Append to the store that is written to."""
+        self.writer.append(records)
+
+    def usable(self, target: Any, key: TaskKey | None = None) -> list[Record]:
+        """List records made for this target by this TVM (of one task, where ``key`` is given), failures too."""
+        mine = fingerprint(target)
+        return [
+            record
+            for store in self.stores
+            for record in store.records
+            if (key is None or record.key == key) and record.tvm == tvm_version() and same_target(record.target, mine)
+        ]
+
+    def history(self, key: TaskKey, target: Any, sizes: Mapping[str, int] | None = None) -> list[Record]:
+        """List the usable records of a task, at given sizes or at all, in the order they were written."""
+        return [r for r in self.usable(target, key) if sizes is None or r.sizes == dict(sizes)]
+
+    def best(self, key: TaskKey, sizes: Mapping[str, int], target: Any) -> Record | None:
+        """Return the fastest right candidate at these sizes; of a candidate measured twice the later time counts."""
+        latest: dict[str, Record] = {}
+        for store in reversed(self.stores):
+            for record in store.records:
+                if record.key == key and record.sizes == dict(sizes):
+                    latest[record.candidate] = record
+        usable = set(map(id, self.history(key, target, sizes)))
+        good = [r for r in latest.values() if id(r) in usable and r.error is None and r.median_us is not None]
+        return min(good, key=lambda r: r.median_us or 0.0, default=None)
+
+    def best_by_size(self, key: TaskKey, target: Any) -> list[Record]:
+        """Return the best record at every size measured, smallest sizes first."""
+        sizes = {canonical(r.sizes): r.sizes for r in self.history(key, target)}
+        found = [self.best(key, size, target) for size in sizes.values()]
+        return sorted((r for r in found if r is not None), key=lambda r: sorted(r.sizes.items()))
+
+    def stats(self, target: Any, template_hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Count records by status and failures by cause.
+
+        Statuses: ok, failed, other_target, other_tvm, stale_template (source hash differs from ``template_hashes``),
+        bad_lines.
+        """
+        mine, status, causes = fingerprint(target), Counter[str](), Counter[str]()
+        for record in (r for store in self.stores for r in store.records):
+            name = _status(record, mine, template_hashes or {})
+            status[name] += 1
+            if name == "failed" and record.error is not None:
+                causes[record.error["cause"]] += 1
+        status["bad_lines"] = sum(store.bad_lines for store in self.stores)
+        return {"status": dict(status), "causes": dict(causes)}
+
+
+def _status(record: Record, mine: Mapping[str, Any], hashes: Mapping[str, str]) -> str:
+    if not same_target(record.target, mine):
+        return "other_target"
+    if record.tvm != tvm_version():
+        return "other_tvm"
+    if record.template is not None and hashes.get(record.template, record.template_hash) != record.template_hash:
+        return "stale_template"
+    return "ok" if record.error is None else "failed"
+
+
+def folders(config: Config, kind: str) -> tuple[Sequence[Path], Path]:
+    """Return the folders to read, in order, and the one to write, for targets of one kind."""
+    from platformdirs import user_data_path
+
+    user = user_data_path("tvmcap") / "tuning_logs" / kind
+    shipped = Path(__file__).parent.parent / "tuning_logs" / kind
+    mine = [Path(config.log_dir).expanduser()] if config.log_dir else []
+    return [*mine, user, shipped], (mine or [user])[0]
+
+
+def open_stores(config: Config, target: Any) -> Stores:
+    """Open ``log_dir``, the user's folder and the shipped logs; the first of the first two is written to.
+
+    Records of other targets in these folders are kept and skipped. Nothing is created until the first append.
+    """
+    read, write = folders(config, target.kind.name)
+    stores = {folder: RecordStore(folder) for folder in dict.fromkeys([*read, write])}
+    for folder, store in stores.items():
+        if store.bad_lines:
+            log.warning("%s: %d lines are no records; kept and not used", folder / FILE_NAME, store.bad_lines)
+    return Stores(tuple(stores.values()), stores[write])

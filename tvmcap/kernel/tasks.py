@@ -1,0 +1,276 @@
+"""Tuning tasks: the structurally distinct kernels of a fused module, with their free sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+
+from tvmcap.kernel.records import TaskKey, digest
+
+Find = Callable[[Any, Any], "tuple[Any, Any] | None"]
+"""``find(func, target) -> (template, problem)``, or None where no template matches."""
+
+REPRESENTATIVE_SIZES = (1, 16, 128, 512)
+_WORTH_BYTES = 1 << 20
+_REDUCTION = 2
+
+
+@dataclass(frozen=True, eq=False)
+class SizeVar:
+    """A symbolic extent of a kernel with its inclusive bounds; ``max`` is None where there is none."""
+
+    name: str
+    var: Any
+    min: int = 1
+    max: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One kernel to tune.
+
+    Attributes
+    ----------
+    name: name of the first PrimFunc of this structure; ``names`` has all of them.
+    func: the PrimFunc, symbolic where the program is.
+    count: how many calls one run of the program makes.
+    template, problem: what ``find`` returned; None where MetaSchedule's rules tune a loop nest.
+    vars: symbolic extents in order of appearance in the arguments' shapes.
+    key, workload: what records of this task carry; names of variables and functions do not matter.
+    """
+
+    name: str
+    func: Any = field(repr=False)
+    count: int
+    template: Any = field(repr=False)
+    problem: Any
+    vars: tuple[SizeVar, ...]
+    key: TaskKey
+    workload: dict[str, Any] = field(repr=False)
+    names: tuple[str, ...] = ()
+
+    @property
+    def workload_hash(self) -> str:
+        """Digest of the workload."""
+        return self.key.workload_hash
+
+    def sizes(self, override: Mapping[str, Sequence[int]] | None = None) -> list[dict[str, int]]:
+        """List the representative values of the symbolic extents, by name; ``[{}]`` where all is static.
+
+        ``override`` gives the values of some by name. Several extents take their values side by side, not as a product.
+        """
+        columns = [list((override or {}).get(v.name) or _representative(v)) for v in self.vars]
+        length = max((len(c) for c in columns), default=1)
+        rows = [{v.name: c[min(i, len(c) - 1)] for v, c in zip(self.vars, columns, strict=True)} for i in range(length)]
+        return list({tuple(r.items()): r for r in rows}.values())
+
+    def record_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes as records hold them: ``{"rows": n}`` for a template, ``{"s0": n, ...}`` for a loop nest."""
+        if self.template is not None:
+            return {"rows": evaluate(self.problem.rows, self.vars, sizes)}
+        return {f"s{i}": int(sizes[v.name]) for i, v in enumerate(self.vars)}
+
+
+def _representative(var: SizeVar) -> list[int]:
+    inside = [n for n in REPRESENTATIVE_SIZES if n >= var.min and (var.max is None or n <= var.max)]
+    if var.max is not None and (not inside or var.max < 2 * REPRESENTATIVE_SIZES[-1]):
+        inside.append(var.max)
+    return sorted(set(inside or [max(var.min, 1)]))
+
+
+def evaluate(extent: Any, size_vars: Sequence[SizeVar], sizes: Mapping[str, int]) -> int:
+    """Value of an extent (int or expression of symbolic variables) at given sizes."""
+    if isinstance(extent, int):
+        return extent
+    values = [(v.var, tirx.IntImm(v.var.ty.dtype, int(sizes[v.name]))) for v in size_vars]
+    return int(tvm.sym.Analyzer().simplify(_substitute(extent, values)))
+
+
+def _substitute(root: Any, values: Sequence[tuple[Any, Any]]) -> Any:
+    def replace(var: Any) -> Any:
+        return next((value for old, value in values if var.same_as(old)), var)
+
+    return tvm_ffi.structural_map(root, (tirx.Var, replace))
+
+
+def bind(task: Task, sizes: Mapping[str, int]) -> Any:
+    """Return the PrimFunc with its symbolic extents replaced by numbers.
+
+    Extents that are arguments of their own leave the signature.
+    """
+    if not task.vars:
+        return task.func
+    values = [(v.var, tirx.IntImm(v.var.ty.dtype, int(sizes[v.name]))) for v in task.vars]
+    scalars = [p for p in task.func.params if not is_tensor(p)]
+    func = task.func
+    if scalars:
+        chosen = {p: value for p in scalars for old, value in values if p.same_as(old)}
+        func = func.specialize(chosen)
+    return _substitute(func, values)
+
+
+def is_tensor(param: Any) -> bool:
+    """Whether a parameter of a PrimFunc is a tensor and not a number."""
+    return isinstance(param.ty, tirx.BufferType)
+
+
+def size_vars(func: Any) -> list[Any]:
+    """List the symbolic extents of a PrimFunc's arguments in order of appearance."""
+    found: list[Any] = []
+
+    def see(var: Any) -> None:
+        if not any(var.same_as(v) for v in found):
+            found.append(var)
+
+    for param in func.params:
+        if is_tensor(param):
+            for extent in param.shape:
+                tvm_ffi.structural_walk(extent, (tirx.Var, see))
+        else:
+            see(param)
+    return found
+
+
+def written(func: Any) -> list[int]:
+    """Indices, among the tensor arguments, of those that the function writes."""
+    stored: list[Any] = []
+    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda s: stored.append(s.buffer)))
+    tensors = [p for p in func.params if is_tensor(p)]
+    return [i for i, p in enumerate(tensors) if any(p.same_as(b) for b in stored)]
+
+
+def _has_reduction(func: Any) -> bool:
+    found = False
+
+    def see(block: Any) -> None:
+        nonlocal found
+        found = found or any(int(v.iter_type) == _REDUCTION for v in block.iter_vars)
+
+    tvm_ffi.structural_walk(func.body, (tvm.s_tir.SBlock, see))
+    return found
+
+
+def argument_specs(func: Any, size_vars: Sequence[SizeVar], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Describe the arguments at given sizes: ``{"shape", "dtype"}`` a tensor, ``{"value", "dtype"}`` a number."""
+    specs: list[dict[str, Any]] = []
+    for p in func.params:
+        if is_tensor(p):
+            shape = [evaluate(_as_int(e), size_vars, sizes) for e in p.shape]
+            specs.append({"shape": shape, "dtype": str(p.dtype)})
+        else:
+            specs.append({"value": evaluate(p, size_vars, sizes), "dtype": str(p.ty.dtype)})
+    return specs
+
+
+def _as_int(extent: Any) -> Any:
+    return int(extent) if isinstance(extent, int | tirx.IntImm) else extent
+
+
+def work(task: Task, sizes: Mapping[str, int]) -> tuple[float, float]:
+    """Estimate floating-point operations and bytes of arguments of one call."""
+    specs = argument_specs(task.func, task.vars, sizes)
+    nbytes = 0.0
+    for spec in specs:
+        if "shape" in spec:
+            elements = 1
+            for extent in spec["shape"]:
+                elements *= extent
+            nbytes += elements * tvm.DataType(spec["dtype"]).itemsize
+    func = bind(task, sizes)
+    flops = float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
+    return flops, nbytes
+
+
+def extract(mod: Any, target: Any, find: Find) -> list[Task]:
+    """List the tasks of a fused module, in order of first call.
+
+    Parameters
+    ----------
+    mod: module whose Relax functions call PrimFuncs through ``call_tir``.
+    target: the target that templates are matched for.
+    find: picks a template and its problem for a PrimFunc.
+    """
+    found: dict[TaskKey, Task] = {}
+    bounds = _bounds(mod)
+    for gvar, args in _calls(mod):
+        func, name = mod[gvar], gvar.name_hint
+        if "tirx.is_scheduled" in func.attrs:
+            continue
+        task = _task(name, func, target, find, _own_bounds(func, args, bounds))
+        old = found.get(task.key)
+        if old is not None:
+            names = tuple(dict.fromkeys([*old.names, name]))
+            task = Task(**{**vars(old), "count": old.count + 1, "names": names})
+        found[task.key] = task
+    return [task for task in found.values() if _worth(task)]
+
+
+def make_task(func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]] | None = None) -> Task:
+    """Return the task of one PrimFunc; ``bounds`` gives (min, max) of its symbolic extents by name."""
+    name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
+    return _task(name, func, target, find, bounds or {})
+
+
+def _task(name: str, func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]]) -> Task:
+    free = tuple(SizeVar(v.name, v, *bounds.get(v.name, (1, None))) for v in size_vars(func))
+    pair = find(func, target)
+    if pair is None:
+        template = problem = None
+        plain = tirx.PrimFunc(func.params, func.body, func.ret_type).with_attr("s_tir", True)
+        workload: dict[str, Any] = {"func": f"{tvm_ffi.structural_hash(plain) & (2**64 - 1):016x}"}
+        key = TaskKey("trace", digest(workload))
+    else:
+        from tvmcap.kernel.template import source_hash
+
+        template, problem = pair
+        workload = {**problem.key(), "template": template.name}
+        workload.pop("rows", None)
+        key = TaskKey("template", digest(workload), template.name, source_hash(template))
+    return Task(name, func, 1, template, problem, free, key, workload, (name,))
+
+
+def _worth(task: Task) -> bool:
+    if task.template is not None or _has_reduction(task.func):
+        return True
+    return work(task, task.sizes()[-1])[1] >= _WORTH_BYTES
+
+
+def _calls(mod: Any) -> list[tuple[Any, list[Any]]]:
+    calls: list[tuple[Any, list[Any]]] = []
+    call_tir = tvm.ir.Op.get("relax.call_tir")
+
+    def see(call: Any) -> None:
+        if isinstance(call, relax.Call) and call.op == call_tir:
+            calls.append((call.args[0], list(call.args[1])))
+
+    for func in mod.functions.values():
+        if isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func, see)
+    return calls
+
+
+def _bounds(mod: Any) -> dict[str, tuple[int, int | None]]:
+    bounds: dict[str, tuple[int, int | None]] = {}
+    for func in mod.functions.values():
+        if not isinstance(func, relax.Function) or not func.attrs:
+            continue
+        low, high = ({str(k): int(v) for k, v in func.attrs.get(f"tir_var_{side}_bound", {}).items()} for side in ("lower", "upper"))
+        for name in {*low, *high}:
+            bounds[name] = (low.get(name, 1), high.get(name))
+    return bounds
+
+
+def _own_bounds(func: Any, args: list[Any], bounds: Mapping[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+    """Carry the bounds of the caller's variables to the callee's, which may be named otherwise."""
+    own = dict(bounds)
+    for param, arg in zip([p for p in func.params if is_tensor(p)], args, strict=False):
+        shape = getattr(arg.ty, "shape", None)
+        for inner, outer in zip(param.shape, shape or (), strict=False):
+            if isinstance(inner, tirx.Var) and isinstance(outer, tirx.Var) and outer.name in bounds:
+                own[inner.name] = bounds[outer.name]
+    return own

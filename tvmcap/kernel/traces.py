@@ -1,0 +1,61 @@
+"""Traces tuned at a static size, applied to the symbolic kernel."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+
+from tvmcap.kernel.features import new_schedule
+
+log = logging.getLogger("tvmcap")
+
+_TILE = "SamplePerfectTile"
+
+
+def open_splits(trace: Sequence[Any]) -> list[Any]:
+    """Return the trace with every sampled tiling made a number, and the outermost factor of every split left open.
+
+    An open factor fits any extent: a loop that the inner factors do not divide gets a guard.
+    """
+    instructions, decisions = trace
+    chosen = {index: values for index, values in decisions}
+    sampled: dict[str, int] = {}
+    kept: list[Any] = []
+    kept_decisions: list[Any] = []
+    for index, (name, inputs, attrs, outputs) in enumerate(instructions):
+        if name == _TILE:
+            sampled.update(zip(outputs, chosen[index], strict=True))
+            continue
+        if index in chosen:
+            kept_decisions.append([len(kept), chosen[index]])
+        values = [sampled.get(v, v) if isinstance(v, str) else v for v in inputs]
+        if name == "Split":
+            values[1] = None
+        kept.append([name, values, attrs, outputs])
+    return [kept, kept_decisions]
+
+
+def apply_trace(func: Any, trace: Any, target: Any) -> Any:
+    """Schedule a PrimFunc, symbolic or static, by a trace (JSON data or text) tuned at a static size.
+
+    Returns the scheduled PrimFunc (a copy), or None where the trace does not apply: it is empty, names blocks that are
+    not there, or leaves a loop on a GPU unbound. What is returned computes the same for every size: each step is a
+    transformation that TVM proves or refuses.
+    """
+    data = json.loads(trace) if isinstance(trace, str) else trace
+    if not data:
+        return None
+    sch = new_schedule(func)
+    try:
+        with target:
+            tvm.s_tir.schedule.Trace.apply_json_to_schedule(open_splits(data), sch)
+    except Exception as e:
+        log.debug("a trace does not apply: %s", e)
+        return None
+    scheduled = sch.mod["main"].with_attr("tirx.is_scheduled", True)
+    name = func.attrs.get("global_symbol")
+    return scheduled.without_attr("global_symbol") if name is None else scheduled.with_attr("global_symbol", name)

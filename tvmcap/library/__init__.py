@@ -1,0 +1,1 @@
+"""From scheduled kernels to one file: memory plan, lowering, export."""

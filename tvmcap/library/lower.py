@@ -1,0 +1,87 @@
+"""Codegen: the planned module to a Relax VM executable whose device code is a cubin, never source."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from tvmcap.base import codegen
+from tvmcap.base.errors import BuildError
+from tvmcap.library import cross
+
+POINTER_ALIGN = 16
+"""Bytes: what a library promises its kernels about the pointers of its arguments (the runtime copies below that)."""
+
+
+def lower(mod: tvm.IRModule, target: Any) -> Any:
+    """Compile a planned module: TVM's VMExecutable, or for cuda without a GPU what compiles apart when written."""
+    if target.kind.name == "cuda" and codegen.gpu_architecture() is None:
+        return cross.Apart(mod, codegen.export_target(target))
+    return compile_module(mod, target)
+
+
+def compile_module(mod: tvm.IRModule, target: Any) -> Any:
+    """Compile in this process; raises BuildError with the compiler's own words chained."""
+    kernels = {g: f for g, f in mod.functions.items() if isinstance(f, tvm.tirx.PrimFunc)}
+    outside = {g: f for g, f in kernels.items() if not (f.attrs or {}).get("s_tir", False)}
+    inside = {g: promise_alignment(f) if g not in outside else f for g, f in kernels.items()}
+    functions = {g: inside.get(g, f) for g, f in mod.functions.items() if g not in outside}
+    mod = tvm.IRModule(functions, attrs={})
+    if target.kind.name == "cuda":
+        use_nvcc()
+    try:
+        with target, tvm.transform.PassContext(opt_level=3):
+            if outside:
+                named = {g.name_hint: f.with_attr("global_symbol", g.name_hint) for g, f in outside.items()}
+                apart = tvm.compile(tvm.IRModule(named), target=target, tir_pipeline="tirx")
+                mod = mod.with_attr("external_mods", [apart.mod])
+            for step in (
+                relax.transform.LowerRuntimeBuiltin(),
+                relax.transform.ComputePrimValue(),
+                relax.transform.VMShapeLower(),
+                relax.transform.AttachGlobalSymbol(),
+            ):
+                mod = step(mod)
+            return relax.build(mod, target, relax_pipeline=None)
+    except Exception as e:
+        raise BuildError(f"code generation for {target.kind.name} failed: {_first_line(e)}") from e
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def promise_alignment(func: Any, align: int = POINTER_ALIGN) -> Any:
+    """Lower the alignment that a kernel assumes of its arguments from TVM's 64 bytes, which callers do not keep."""
+    data = json.loads(tvm.ir.save_json(func))
+    nodes = data["nodes"]
+    root = nodes[data["root_index"]]["data"]
+    for param in nodes[root["params"]]["data"]:
+        fields = nodes[nodes[param]["data"]["ty"]]["data"]
+        if "data_alignment" in fields:
+            fields["data_alignment"] = min(fields["data_alignment"], align)
+    return tvm.ir.load_json(json.dumps(data))
+
+
+def use_nvcc() -> None:
+    """Compile CUDA source with the nvcc that tvmcap found, to a cubin, with IEEE arithmetic.
+
+    TVM's default, NVRTC with --use_fast_math, loses fp32 accuracy (tanh to 5e-4) and needs one more package.
+    """
+    from tvm.support import nvcc
+
+    folder = str(codegen.require_nvcc().parent)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ["TVM_CUDA_NVCC_NO_FAST_MATH"] = "1"
+
+    def compile_source(code: str) -> bytearray:
+        return nvcc.compile_cuda(code, target_format="cubin", compiler="nvcc")
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)

@@ -1,0 +1,1 @@
+"""Loading and calling a library, with TVM's runtime alone."""

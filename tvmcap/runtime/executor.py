@@ -1,0 +1,224 @@
+"""Executor: a library as a callable."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tvmcap.base.errors import InputError, LibraryError
+from tvmcap.base.manifest import read_manifest
+from tvmcap.base.signature import unflatten
+from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain, make_plan
+from tvmcap.runtime.frameworks import Copies, DLPackTensors, NumpyTensors, TorchTensors
+from tvmcap.runtime.loader import Library, configure_threads, empty, ffi
+from tvmcap.runtime.machine import check_machine
+from tvmcap.runtime.trace import Trace, trace_call
+
+_PLANS_KEPT = 1024
+
+
+class Executor:
+    """A loaded library; call it with torch tensors, NumPy arrays or DLPack objects, and get the same kind back.
+
+    Arguments are passed without a copy where they are contiguous and aligned to 16 bytes, else copied (``copies`` counts
+    them). Results are new tensors, or written to ``out=``. Several threads may call at once: on a CPU each has a virtual
+    machine and a thread pool of its own, on a GPU they take turns (the work itself is asynchronous).
+
+    Parameters
+    ----------
+    path : the library; its weights file, where it has one, lies beside it.
+    device : index of the GPU, for a library built for one.
+
+    Raises
+    ------
+    DamagedLibraryError, IncompatibleLibraryError
+        Before anything of the file is loaded.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, device: int = 0) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self.signature = self.manifest.signature
+        check_machine(self.manifest, device)
+        self._library = Library(self.path, self.manifest, device)
+        self._weights = self._library.weights
+        self._run: _CpuRunner | _CudaRunner
+        if self.manifest.target["kind"] == "cuda":
+            self._run = _CudaRunner(self._library)
+        else:
+            self._run = _CpuRunner(self._library)
+        self._copies = Copies()
+        self._frameworks: dict[type, Any] = {}
+        self._plans: dict[tuple[Shape, ...], Plan] = {}
+        self._plain = is_plain(self.signature)
+        self._count = len(self.signature.arg_names)
+        self._single = self.signature.out_tree["kind"] == "leaf"
+
+    @property
+    def copies(self) -> int:
+        """Inputs copied so far because they were not contiguous or not aligned."""
+        return self._copies.count
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run the function on tensors of its signature; ``out`` receives the result where given.
+
+        Raises InputError for arguments that do not fit the signature.
+        """
+        framework, values, plan = self._bind(args, kwargs)
+        if out is None:
+            results, targets = framework.outputs(plan)
+        else:
+            results = flatten_outputs(self.signature, out)
+            targets = framework.check_out(results, plan)
+            self._check_overlap(values, targets)
+        if plan.zero:
+            if plan.skip:
+                return unflatten(self.signature.out_tree, results)
+            values, targets = self._compact(values), self._compact(targets)
+        try:
+            self._run([*values, *self._weights, *targets])
+        except Exception as e:
+            raise self._failure(plan, e) from e
+        return results[0] if self._single else unflatten(self.signature.out_tree, results)
+
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Plan]:
+        if self._plain and not kwargs and len(args) == self._count:
+            leaves = args
+        else:
+            leaves = flatten_call(self.signature, args, kwargs)
+        framework = self._frameworks.get(type(leaves[0]) if leaves else type(None)) or self._framework_for(leaves)
+        values, shapes = framework.inputs(leaves)
+        return framework, values, self._plans.get(shapes) or self._make_plan(shapes)
+
+    def _framework_for(self, leaves: Sequence[Any]) -> Any:
+        """Choose by the first tensor; a call without tensors gets torch's where torch is in use, else NumPy's."""
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        first = leaves[0] if leaves else None
+        if torch is not None and (isinstance(first, torch.Tensor) or not leaves):
+            make: type = TorchTensors
+        elif not leaves or (numpy is not None and isinstance(first, numpy.ndarray | numpy.generic)):
+            make = NumpyTensors
+        else:
+            make = DLPackTensors
+        framework = self._frameworks.get(make) or make(self.signature, self._library.device, self._copies)
+        self._frameworks[make] = framework
+        for kind in framework.types:
+            self._frameworks[kind] = framework
+        return framework
+
+    def _make_plan(self, shapes: tuple[Shape, ...]) -> Plan:
+        plan = make_plan(self.signature, shapes)
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[shapes] = plan
+        return plan
+
+    def _compact(self, tensors: Sequence[Any]) -> list[Any]:
+        """Replace tensors without elements, whose strides the kernels would refuse."""
+        compact = []
+        for tensor in tensors:
+            if 0 in tensor.shape:
+                dtype = str(ffi().from_dlpack(tensor).dtype)
+                tensor = empty(tuple(tensor.shape), dtype, self._library.device)
+            compact.append(tensor)
+        return compact
+
+    def _check_overlap(self, values: Sequence[Any], targets: Sequence[Any]) -> None:
+        spans = [_span(tensor) for tensor in (*values, *targets)]
+        for position, (start, end) in enumerate(spans[len(values) :], len(values)):
+            for other_start, other_end in spans[:position]:
+                if start < other_end and other_start < end:
+                    raise InputError("out: expected memory of its own, got memory shared with an input or another output")
+
+    def _failure(self, plan: Plan, error: Exception) -> Exception:
+        if plan.zero:
+            return InputError(f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: {error}")
+        return LibraryError(
+            f"{self.path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it again, and report it "
+            f"if it fails again; original: {error}"
+        )
+
+    def trace(self, *args: Any, **kwargs: Any) -> Trace:
+        """Run one call and return the kernels it launched and the peak of intermediates' memory."""
+        framework, values, plan = self._bind(args, kwargs)
+        targets = framework.outputs(plan)[1]
+        if plan.zero:
+            if plan.skip:
+                return Trace((), 0)
+            values, targets = self._compact(values), self._compact(targets)
+        try:
+            return self._run.trace([*values, *self._weights, *targets])
+        except Exception as e:
+            raise self._failure(plan, e) from e
+
+    def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        """Run one call and return the names of the kernels it launched, in order."""
+        return self.trace(*args, **kwargs).kernels
+
+    def peak_bytes(self, *args: Any, **kwargs: Any) -> int:
+        """Run one call and return the peak of intermediates alive at once, and the outputs, in bytes."""
+        _, _, plan = self._bind(args, kwargs)
+        outputs = zip(plan.shapes, self.signature.outputs, strict=True)
+        size: int = sum(math.prod(shape) * ffi().dtype(spec.dtype).itemsize for shape, spec in outputs)
+        return self.trace(*args, **kwargs).intermediate_bytes + size
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    view = ffi().from_dlpack(tensor)
+    return view.data_ptr(), view.data_ptr() + view.numel() * view.dtype.itemsize
+
+
+class _CpuRunner(threading.local):
+    """A virtual machine and a thread pool for each thread that calls; the code and the weights are shared."""
+
+    def __init__(self, library: Library) -> None:
+        configure_threads()
+        self._library = library
+        self._main = library.new_vm()["main"]
+
+    def __call__(self, tensors: list[Any]) -> None:
+        self._main(*tensors)
+
+    def trace(self, tensors: list[Any]) -> Trace:
+        vm = self._library.new_vm()
+        return trace_call(vm, lambda: vm["main"](*tensors))
+
+
+class _CudaRunner:
+    """One virtual machine (each would keep its own copy of the weights), on the caller's stream, a call at a time."""
+
+    _last_stream: dict[int, Any] = {}  # noqa: RUF012  (TVM's pool of device memory is one a process)
+    _lock = threading.RLock()
+
+    def __init__(self, library: Library) -> None:
+        self._device = library.device
+        self._vm = library.new_vm()
+        self._main = self._vm["main"]
+
+    def __call__(self, tensors: list[Any]) -> None:
+        torch = sys.modules.get("torch")
+        with self._lock:
+            if torch is None:
+                self._main(*tensors)
+                return
+            stream = torch.cuda.current_stream(self._device.index)
+            self._follow(torch, stream)
+            with ffi().use_raw_stream(self._device, stream.cuda_stream):
+                self._main(*tensors)
+
+    def _follow(self, torch: Any, stream: Any) -> None:
+        """Order this call after the last one on another stream: both may be given the same memory for intermediates."""
+        index = self._device.index
+        last = self._last_stream.get(index, stream)
+        if last.cuda_stream != stream.cuda_stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        self._last_stream[index] = stream
+
+    def trace(self, tensors: list[Any]) -> Trace:
+        with self._lock:
+            return trace_call(self._vm, lambda: self(tensors))

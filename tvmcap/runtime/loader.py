@@ -1,0 +1,174 @@
+"""TVM's runtime without its compiler: shared libraries, thread pool, library files, weights on their device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tvmcap.base.codegen import find_cudart
+from tvmcap.base.errors import ConfigError, IncompatibleLibraryError, LibraryError, ToolchainError
+from tvmcap.base.manifest import Manifest
+from tvmcap.base.tensors import read_tensors
+from tvmcap.runtime.machine import usable_cores
+
+_log = logging.getLogger("tvmcap")
+_POOLED = 2
+_SHARE_CORES = -3
+_DEVICE_TYPES = {"llvm": 1, "cuda": 2}
+_thread = threading.local()
+
+
+@lru_cache(maxsize=1)
+def ffi() -> Any:
+    """Return ``tvm_ffi`` with libtvm_runtime in the process; TVM's Python package is neither needed nor disturbed."""
+    import tvm_ffi
+
+    _open_shared(_tvm_folder() / f"libtvm_runtime.{'dylib' if sys.platform == 'darwin' else 'so'}")
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_after_fork)
+    return tvm_ffi
+
+
+@lru_cache(maxsize=1)
+def load_cuda_runtime() -> None:
+    """Bring TVM's CUDA side library into the process, after the libcudart that it needs."""
+    path = _tvm_folder() / "libtvm_runtime_cuda.so"
+    cudart = find_cudart()
+    for name in ("libcudart.so.13", str(cudart or "")):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            break
+    _open_shared(path)
+
+
+def _tvm_folder() -> Path:
+    spec = importlib.util.find_spec("tvm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ToolchainError("TVM's runtime is not installed: pip install apache-tvm")
+    return Path(spec.submodule_search_locations[0]) / "lib"
+
+
+def _open_shared(path: Path) -> None:
+    try:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as e:
+        raise ToolchainError(f"cannot load {path} ({e}); tvmcap doctor shows what this machine lacks") from e
+
+
+def configure_threads() -> int:
+    """Give the calling thread a pool of all usable cores (or ``TVM_NUM_THREADS``), once; returns its threads.
+
+    TVM keeps one pool a calling thread, by default of half the cores, and binds pool and caller to fixed ones, the
+    caller's later threads included. Here every thread may run on every core that the process may use.
+    """
+    count: int | None = getattr(_thread, "count", None)
+    if count is None:
+        cores = usable_cores()
+        wanted = _threads_asked_for() or len(cores)
+        pool = [str(cores[i % len(cores)]) for i in range(wanted)]
+        allowed = [str(core) for core in sorted(os.sched_getaffinity(0))] if hasattr(os, "sched_getaffinity") else pool
+        configure = ffi().get_global_func("runtime.config_threadpool")
+        configure(_SHARE_CORES, wanted, pool)  # the length of the first list is the size of the pool
+        configure(_SHARE_CORES, wanted, allowed)
+        count = _thread.count = int(ffi().get_global_func("runtime.NumThreads")())
+        if count != wanted:
+            _log.warning("kernels run on %d threads, not %d: TVM's pool of this thread was made earlier", count, wanted)
+    return count
+
+
+def _threads_asked_for() -> int | None:
+    text = os.environ.get("TVM_NUM_THREADS")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"TVM_NUM_THREADS={text!r}: give a number of threads from 1, or leave it unset for all cores")
+    return int(text)
+
+
+def _after_fork() -> None:
+    """A forked child has none of the pool's threads: run its kernels on the one it has, instead of waiting for ever."""
+    if getattr(_thread, "count", None) is not None:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        ffi().get_global_func("runtime.config_threadpool")(_SHARE_CORES, 1, cores)
+        _thread.count = 1
+
+
+class Library:
+    """A library file in this process: its code, and its weights on the device.
+
+    Every virtual machine made of it shares the code and the weights beside it; those inside are shared on a CPU.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, device: int = 0) -> None:
+        kind = manifest.target["kind"]
+        if kind == "cuda":
+            load_cuda_runtime()
+        self._device = ffi().device({"llvm": "cpu"}.get(kind, kind), device)
+        self._device_type = _DEVICE_TYPES[kind]
+        self._module = _load(path)
+        self.weights = _load_weights(path, manifest, self._device)
+
+    @property
+    def device(self) -> Any:
+        """The ``tvm_ffi.Device`` that the library runs on."""
+        return self._device
+
+    def new_vm(self) -> Any:
+        """Return a virtual machine, for one thread at a time."""
+        vm = self._module["vm_load_executable"]()
+        args = [self._device_type, self._device.index, _POOLED]
+        if self._device_type != 1:
+            args += [1, 0, _POOLED]  # shapes are computed on the host
+        vm["vm_initialization"](*args)
+        return vm
+
+
+def _load(path: Path) -> Any:
+    """Load under a name of its own: dlopen answers a known name with the file it first stood for."""
+    with tempfile.TemporaryDirectory(prefix="tvmcap-") as folder:
+        alias = Path(folder) / "library.so"
+        alias.symlink_to(path.resolve())
+        try:
+            return ffi().load_module(str(alias), keep_module_alive=False)
+        except Exception as e:
+            raise IncompatibleLibraryError(
+                f"{path}: this system cannot load the library ({e}); build it on this kind of system"
+            ) from e
+
+
+def _load_weights(path: Path, manifest: Manifest, device: Any) -> tuple[Any, ...]:
+    if manifest.weights is None:
+        return ()
+    file = path.resolve().with_name(manifest.weights.file)
+    stored = read_tensors(file, manifest.weights.sha256)
+    missing = [name for name in manifest.weights.names if name not in stored]
+    if missing:
+        raise LibraryError(f"{file}: lacks the weights {', '.join(missing)}; build and export the library again")
+    return tuple(_to_device(*stored[name], device) for name in manifest.weights.names)
+
+
+def _to_device(dtype: str, shape: tuple[int, ...], data: memoryview, device: Any) -> Any:
+    """Return a tensor of mapped bytes: where they lie if a CPU kernel may read them there, else a copy."""
+    import numpy as np
+
+    source = ffi().from_dlpack(np.frombuffer(data, np.uint8))
+    view = ffi().get_global_func("runtime.TVMTensorCreateView")(source, shape, ffi().dtype(dtype), 0)
+    if device.type == "cpu" and source.data_ptr() % 16 == 0:
+        return view
+    tensor = empty(shape, dtype, device)
+    ffi().get_global_func("runtime.TVMTensorCopyFromTo")(view, tensor)
+    return tensor
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
+    """Return a new, compact ``tvm_ffi.Tensor``."""
+    return ffi().get_global_func("runtime.TVMTensorAllocWithScope")(shape, ffi().dtype(dtype), device, None)

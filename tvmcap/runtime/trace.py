@@ -1,0 +1,69 @@
+"""What one call really does, seen from inside the virtual machine: kernels launched, and memory alive at once."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Host functions that Relax makes to compute sizes (VMShapeLower, ComputePrimValue): no kernels.
+_HOST_FUNCTION = re.compile(r"(shape_func|compute_symbolic_expr)(_?\d+)?$")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One call: the kernels in the order of their launch, and the peak of intermediates' bytes alive at once."""
+
+    kernels: tuple[str, ...]
+    intermediate_bytes: int
+
+
+def trace_call(vm: Any, call: Callable[[], object]) -> Trace:
+    """Watch ``call``, which runs ``vm``'s main once.
+
+    A PrimFunc counts as one kernel. Memory that a kernel allocates inside itself is not seen.
+    """
+    import tvm_ffi
+
+    kernels: list[str] = []
+    live = _Storages()
+
+    def observe(function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
+        live.drop_dead()
+        if not before and symbol == "vm.builtin.alloc_storage":
+            _, shape, _, dtype, *_ = args
+            live.add(result, math.prod(shape) * tvm_ffi.dtype(str(dtype)).itemsize)
+        if before and not symbol.startswith("vm.") and not _HOST_FUNCTION.match(symbol):
+            kernels.append(symbol)
+        return 0
+
+    vm["set_instrument"](tvm_ffi.convert(observe))
+    try:
+        call()
+    finally:
+        vm["set_instrument"](None)
+    return Trace(tuple(kernels), live.peak)
+
+
+class _Storages:
+    """Storage objects that someone else still holds, told by their reference counts."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, int]] = []
+        self.peak = 0
+
+    def add(self, storage: Any, size: int) -> None:
+        self._held.append((storage, size))
+        self.peak = max(self.peak, sum(size for _, size in self._held))
+
+    def drop_dead(self) -> None:
+        self._held = [(storage, size) for storage, size in self._held if _references(storage) > 1]
+
+
+def _references(storage: Any) -> int:
+    """Strong references: the low half of the first word of every TVMFFIObject (tvm/ffi/c_api.h)."""
+    handle = storage.__chandle__()
+    return ctypes.c_uint32.from_address(handle).value

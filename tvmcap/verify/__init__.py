@@ -1,0 +1,1 @@
+"""Verification: the library against a higher-precision run of the PyTorch code it came from."""

@@ -1,0 +1,245 @@
+"""``verify``: run a library and the PyTorch code on seeded inputs, and hold the error to a budget.
+
+The budget is that of ``base.numerics``: twice eager's own largest error plus one ulp. Largest
+errors of few elements are partly luck, so a set that fails is drawn three more times, and the
+largest errors of ours and of eager are compared over all draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tvmcap.base.errors import TvmcapError, VerifyError
+from tvmcap.base.numerics import Array, Comparison, compare, to_numpy
+from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
+from tvmcap.verify.inputs import InputSet, draw, plan_inputs
+from tvmcap.verify.reference import (
+    in_parts,
+    parts_needed,
+    reference_dtype,
+    run_eager,
+    run_reference,
+)
+from tvmcap.verify.result import Check, VerifyReport
+
+log = logging.getLogger("tvmcap")
+
+Progress = Callable[[int, int, str], None]
+_REDRAWS = 3
+#: A failure by more than this is no luck: it is not drawn again.
+_HOPELESS = 16.0
+
+
+def verify(
+    compiled: Any,
+    *,
+    reference: Callable[..., Any] | None = None,
+    level: str = "quick",
+    sizes: Sequence[Mapping[str, int]] | None = None,
+    seed: int | None = None,
+    limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Compare a library with the PyTorch code it came from, run in higher precision.
+
+    Parameters
+    ----------
+    compiled: what ``build`` or ``load`` returned; it must be able to run on this machine.
+    reference: a function or module with the library's calling convention; by default the code that
+        was captured. A loaded library has none, so it must be given there.
+    level: ``"quick"`` or ``"full"`` (more sizes; NaN and Inf inputs), see ``verify.inputs``.
+    sizes: sizes of the symbolic dimensions to check instead.
+    seed: seed of the inputs; by default the library's ``config.seed``.
+    limit_s: stop adding sets after so many seconds; the first three are always checked.
+    progress: called with (sets done, sets in all, name of the set at hand).
+
+    Raises VerifyError where there is nothing to run or to compare with. A failed comparison does
+    not raise: see ``VerifyReport.ok`` and ``.require()``.
+    """
+    subject = Subject.of(compiled, reference)
+    seed = int(getattr(compiled.config, "seed", 0) if seed is None else seed)
+    example = subject.example
+    sets = plan_inputs(subject.signature, example, level=level, sizes=sizes, seed=seed)
+    checks: list[Check] = []
+    start = time.monotonic()
+    for i, chosen in enumerate(sets):
+        if limit_s is not None and i >= 3 and time.monotonic() - start > limit_s:
+            break
+        if progress:
+            progress(i, len(sets), str(chosen))
+        checks.append(check_set(subject, chosen))
+        log.debug("verify: %s", checks[-1])
+    tensors = draw(subject.signature, replace(sets[0], kind="zeros"), example)
+    name = str(reference_dtype(tensors)).removeprefix("torch.")
+    return VerifyReport(tuple(checks), name, len(sets) - len(checks))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: ``ours`` and ``eager`` with one calling convention, and where each runs."""
+
+    signature: Signature
+    ours: Callable[..., Any]
+    eager: Callable[..., Any]
+    device: torch.device
+    eager_device: torch.device
+    example: Sequence[torch.Tensor] | None
+    keywords: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(compiled: Any, reference: Callable[..., Any] | None) -> Subject:
+        """Find the two sides of ``compiled``; raises VerifyError where one is missing."""
+        if compiled.executor is None:
+            raise VerifyError(
+                "this library was built for another machine and cannot run here; load it there "
+                "and call tvmcap.verify(lib, reference=fn)"
+            )
+        captured = compiled.captured
+        if reference is None and captured is None:
+            raise VerifyError(
+                "a loaded library does not hold the PyTorch code it came from; give it: "
+                "tvmcap.verify(lib, reference=fn)"
+            )
+        device = torch.device(device_of(compiled))
+        example = None if captured is None else example_leaves(captured)
+        eager = reference if reference is not None else captured.eager
+        home = _home(eager, example, device)
+        keywords = () if captured is None else tuple(captured.kwargs)
+        return Subject(compiled.signature, compiled, eager, device, home, example, keywords)
+
+    def call(self, fn: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
+        """Call ``fn`` with the flat inputs ``leaves``, its ``keywords`` by keyword."""
+        values = self.arguments(leaves)
+        count = len(values) - len(self.keywords)
+        return fn(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
+
+    def arguments(self, leaves: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Rebuild the arguments of a call from the flat inputs."""
+        return tuple(unflatten(self.signature.in_tree, leaves))
+
+    def run_ours(self, leaves: list[torch.Tensor]) -> list[Array]:
+        """Return the library's outputs in the order of the signature, on the host."""
+        result = self.call(self.ours, [t.to(self.device) for t in leaves])
+        return [to_numpy(t) for t in flatten(self.signature.out_tree, result)]
+
+    def run_reference(
+        self, leaves: list[torch.Tensor], eager: list[Array], sizes: Mapping[str, int]
+    ) -> list[Array]:
+        """Run the PyTorch code in higher precision, in parts where memory is short."""
+        dtype = reference_dtype(leaves)
+        sig = self.signature
+
+        def run(thunk: Callable[[], Any]) -> Any:
+            return run_reference(thunk, (), {}, dtype)
+
+        outputs = [
+            replace(o, shape=tuple(evaluate(s, sizes) for s in o.shape)) for o in sig.outputs
+        ]
+        parts = parts_needed(leaves, outputs)
+        while True:
+            try:
+                if parts == 1:
+                    result = run(lambda: self.call(self.eager, leaves))
+                    return [to_numpy(t) for t in flatten(sig.out_tree, result)]
+                return in_parts(
+                    lambda piece: self.call(self.eager, piece), leaves, sig, parts, eager, run
+                )
+            except torch.OutOfMemoryError:
+                parts *= 2
+
+
+def device_of(compiled: Any) -> str:
+    """``"cuda"`` or ``"cpu"``: where the library runs."""
+    return "cuda" if compiled.manifest.target["kind"] == "cuda" else "cpu"
+
+
+def example_leaves(captured: Any) -> list[torch.Tensor]:
+    """Flatten the example inputs of ``captured`` in the order of its signature."""
+    values = (*captured.args, *captured.kwargs.values())
+    return flatten(captured.signature.in_tree, values)
+
+
+def _home(
+    fn: Callable[..., Any], example: Sequence[torch.Tensor] | None, device: torch.device
+) -> torch.device:
+    """Device that the PyTorch code runs on: of its parameters, else of its example."""
+    if isinstance(fn, torch.nn.Module):
+        for tensor in (*fn.parameters(), *fn.buffers()):
+            return tensor.device
+    return example[0].device if example else device
+
+
+def check_set(subject: Subject, chosen: InputSet) -> Check:
+    """Compare on one set of inputs; draw it again where a failure may be luck."""
+    start = time.monotonic()
+    kind, sizes = chosen.kind, chosen.sizes
+    draws = 1
+    try:
+        outputs = _compare_once(subject, chosen)
+        while draws <= _REDRAWS and _worth_redrawing(outputs):
+            again = _compare_once(subject, replace(chosen, seed=chosen.seed + 7919 * draws))
+            outputs = tuple(pool(a, b) for a, b in zip(outputs, again, strict=True))
+            draws += 1
+    except _NoReference as e:
+        return Check(kind, sizes, skipped=str(e), seconds=time.monotonic() - start)
+    return Check(kind, sizes, outputs, draws=draws, seconds=time.monotonic() - start)
+
+
+class _NoReference(Exception):
+    """PyTorch cannot run these inputs, or not in higher precision: nothing to compare with."""
+
+
+def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
+    leaves = draw(subject.signature, chosen, subject.example)
+    home = [t.to(subject.eager_device) for t in leaves]
+    try:
+        what = "PyTorch refuses these inputs"
+        result = run_eager(subject.call, (subject.eager, _fresh(home)), {})
+        eager = [to_numpy(t) for t in flatten(subject.signature.out_tree, result)]
+        what = "PyTorch cannot compute a higher-precision reference"
+        wide = subject.run_reference(_fresh(home), eager, chosen.sizes)
+    except TvmcapError:
+        raise
+    except Exception as e:
+        raise _NoReference(f"{what}: {(str(e).splitlines() or [repr(e)])[0]}") from e
+    ours = subject.run_ours(leaves)
+    specs = subject.signature.outputs
+    return tuple(
+        compare(o, r, e, name=s.name, dtype=s.dtype)
+        for o, r, e, s in zip(ours, wide, eager, specs, strict=True)
+    )
+
+
+def _fresh(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy, so that code that writes to its arguments does not change the others' inputs."""
+    return copy.deepcopy(leaves)
+
+
+def _worth_redrawing(outputs: Sequence[Comparison]) -> bool:
+    failed = [o for o in outputs if not o.ok]
+    lucky = all(o.misplaced == 0 and o.max_abs <= _HOPELESS * o.budget for o in failed)
+    return bool(failed) and lucky
+
+
+def pool(a: Comparison, b: Comparison) -> Comparison:
+    """Combine two draws: the largest error of ours against the largest of eager's."""
+    worse = a if a.max_abs - a.budget >= b.max_abs - b.budget else b
+    budget = worse.budget + 2 * (max(a.eager_abs, b.eager_abs) - worse.eager_abs)
+    ok = a.misplaced == b.misplaced == 0 and abs(worse.got - worse.want) <= budget
+    return replace(
+        worse,
+        max_abs=max(a.max_abs, b.max_abs),
+        max_rel=max(a.max_rel, b.max_rel),
+        max_ulps=max(a.max_ulps, b.max_ulps),
+        eager_abs=max(a.eager_abs, b.eager_abs),
+        budget=budget,
+        bad=0 if ok else max(a.bad, b.bad, 1),
+        misplaced=max(a.misplaced, b.misplaced),
+    )

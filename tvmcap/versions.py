@@ -1,0 +1,35 @@
+"""Versions of what a library is made with."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """Versions of tvmcap, TVM, its FFI and torch; None for what is not installed. Imports none of them."""
+    names = {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi", "torch": "torch"}
+    return {"tvmcap": __version__, **{key: _version(name) for key, name in names.items()}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of tvmcap's own source: a library made by other code is not found in the compile cache."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted([*root.rglob("*.py"), *(root / "schedules").glob("*.py")]):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
