@@ -1,1 +1,9 @@
-"""Hand-written kernel families: each file lowers one kind of PrimFunc from a setting of its knobs."""
+"""Hand-written kernel families: each lowers one kind of PrimFunc from a setting of its knobs."""
+
+from __future__ import annotations
+
+from tvmcap.kernel.template import Template
+from tvmcap.schedules import cpu_gemm, hopper_gemm
+
+TEMPLATES: tuple[Template, ...] = (cpu_gemm.TEMPLATE, hopper_gemm.TEMPLATE)
+"""In order: the first that matches a kernel serves it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,24 +24,51 @@ def tiles(target: Any) -> list[tuple[int, int]]:
 
 
 def space(problem: Gemm, target: Any) -> list[Knobs]:
-    """Return every setting that fits; about a hundred."""
+    """Return every setting that fits: 48 to 288."""
     k = problem.k if isinstance(problem.k, int) else 0
-    depths = [0, *(kc for kc in (256, 512, 1024) if kc < k)]
-    direct = (0,) if problem.layout != "kn" else (0, 4)
-    points = itertools.product(tiles(target), (48, 96, 192, 384), depths, (1, 4), (0, 16), "nm", direct)
-    found = [
-        Knobs(mr, nv, mc // mr * mr, kc, unroll, ahead, order, min(d, mr))
-        for (mr, nv), mc, kc, unroll, ahead, order, d in points
-    ]
+    depths = [0, *(kc for kc in (512, 1024) if kc < k)]
+    direct = (0, 1) if problem.layout == "kn" else (0,)
+    points = itertools.product(tiles(target), (48, 192, 384), depths, (1, 4), "nm", direct)
+    found = [Knobs(mr, nv, mc // mr * mr, kc, unroll, order, d * mr) for (mr, nv), mc, kc, unroll, order, d in points]
     return list(dict.fromkeys(found))
 
 
 def default(problem: Gemm, target: Any) -> Knobs:
-    """Return the setting used without a record."""
+    """Return the setting used without a record: the widest tile, all of K in registers up to 2048 steps."""
     mr, nv = max(tiles(target), key=lambda t: (t[1], t[0]))
     deep = isinstance(problem.k, int) and problem.k > 2048
-    unroll = 4 if isinstance(problem.k, int) and problem.k % 4 == 0 else 1
-    return Knobs(mr, nv, 192 // mr * mr, 1024 if deep else 0, unroll, 0, "n", mr if problem.layout == "kn" else 0)
+    return Knobs(mr, nv, 192 // mr * mr, 1024 if deep else 0, 4, "n", mr if problem.layout == "kn" else 0)
+
+
+FEATURES = (
+    "log_rows", "log_n", "log_k", "log_batch", "packed", "bytes_b", "mr", "nv", "log_mc", "log_kc", "unroll",
+    "panels_outermost", "direct", "accumulators", "tile_efficiency", "tasks_a_thread", "panel_bytes", "b_passes", "intensity",
+)  # fmt: skip
+
+
+def features(problem: Gemm, knobs: Sequence[Knobs], target: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return one row a setting, columns as in ``FEATURES``; a symbolic extent counts as 64."""
+    rows, n, k = (_number(e) for e in (problem.rows, problem.n, problem.k))
+    batch = math.prod(_number(e) for e in problem.batch)
+    lanes, width = vector_lanes(target), pack_width(str(problem.b.dtype), target)
+    panels, bytes_b = math.ceil(n / width), 4 if str(problem.b.dtype) == "float32" else 2
+    table = []
+    for c in knobs:
+        depth, blocks = min(c.kc or k, k), math.ceil(rows / c.mc)
+        waste = rows / (math.ceil(rows / c.mr) * c.mr) * n / (panels * width)
+        table.append(
+            [
+                *(math.log2(max(x, 1)) for x in (rows, n, k, batch)),
+                problem.layout == "packed", bytes_b, c.mr, c.nv, math.log2(c.mc), math.log2(depth), c.unroll,
+                c.order == "n", c.direct, c.mr * c.nv, waste, batch * panels * blocks / threads(target),
+                depth * c.nv * lanes * bytes_b, math.ceil(rows / c.mr), c.mr * c.nv / (c.mr + c.nv),
+            ]
+        )  # fmt: skip
+    return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
+
+
+def _number(extent: Any) -> int:
+    return extent if isinstance(extent, int) else 64
 
 
 TEMPLATE = Template(
@@ -50,7 +78,8 @@ TEMPLATE = Template(
     space=space,
     default=default,
     lower=lower,
-    features=None,
-    feature_names=(),
+    features=features,
+    feature_names=FEATURES,
     variants=True,
+    modules=("tvmcap.schedules.cpu_build", "tvmcap.schedules.cpu_target"),
 )

@@ -31,7 +31,6 @@ class Knobs:
     mc: most rows of one task.
     kc: steps of K between two visits of the accumulators' memory; 0 for all of K.
     unroll: steps of K a turn of the innermost loop.
-    ahead: steps of K that B is prefetched ahead; 0 for no software prefetch.
     order: "n" for panels outermost, "m" for blocks of rows outermost.
     direct: at most so many rows read a row-major B in place; more pack its panels first.
     """
@@ -41,7 +40,6 @@ class Knobs:
     mc: int
     kc: int
     unroll: int
-    ahead: int
     order: str
     direct: int
 
@@ -80,7 +78,8 @@ class _Nest:
         blocks = b.ceildiv(self.m, self._rows_wanted(limit))
 
         def split(blocks: Any) -> Any:
-            rows = b.ceildiv(b.ceildiv(self.m, tirx.max(blocks, b.const(1))), self.knobs.mr) * self.knobs.mr
+            share = tirx.max(b.ceildiv(self.m, tirx.max(blocks, b.const(1))), b.const(1))
+            rows = b.ceildiv(share, self.knobs.mr) * self.knobs.mr
             return b.bound("mc", rows, lambda mc: b.bound("blocks", b.ceildiv(self.m, mc), lambda n: self.tasks(mc, n)))
 
         return b.seq(*declared, b.bound("wanted", blocks, split))
@@ -226,8 +225,8 @@ class _Nest:
     def tile(self, r: int, width: int, a0: Any, load: Any, kl: Any, tile: Any, at: Any) -> Any:
         """Return the branch-free kernel: ``r`` rows by ``width`` vectors of accumulators over ``kl`` steps of K."""
         vl, (source, base, stride) = self.vl, load
-        acc = tirx.decl_buffer((r * width * vl,), "float32", "acc", scope="local")
-        spots = [(i, v, b.lanes((i * width + v) * vl, vl)) for i in range(r) for v in range(width)]
+        acc = tirx.decl_buffer((r * width,), f"float32x{vl}", "acc", scope="local")
+        spots = [(i, v, b.const(i * width + v)) for i in range(r) for v in range(width)]
         memory = {(i, v): b.lanes(at + (i * self.nr + v * vl), vl) for i, v, _ in spots}
 
         def start(i: int, v: int) -> Any:
@@ -238,8 +237,7 @@ class _Nest:
             row = [tirx.Broadcast(self._float(tirx.BufferLoad(self.views[self.p.a], [a0 + i * self.k + k])), vl)
                    for i in range(r)]
             right = [self._float(self._load(source, bases + v * vl, vl)) for v in range(width)]
-            stmts = [tirx.BufferStore(acc, tirx.BufferLoad(acc, [s]) + row[i] * right[v], [s]) for i, v, s in spots]
-            return [*self._prefetch(source, bases, stride, width), *stmts]
+            return [tirx.BufferStore(acc, tirx.BufferLoad(acc, [s]) + row[i] * right[v], [s]) for i, v, s in spots]
 
         unroll = self.knobs.unroll if _divides(self.knobs.unroll, self.k, self.kc) else 1
         inner = b.loop(
@@ -251,21 +249,6 @@ class _Nest:
             inner,
             *(tirx.BufferStore(tile, tirx.BufferLoad(acc, [s]), [memory[i, v]]) for i, v, s in spots),
         )
-
-    def _prefetch(self, source: Any, base: Any, stride: Any, width: int) -> list[Any]:
-        if not self.knobs.ahead:
-            return []
-        lines = range(0, width * self.vl, 64 // _bytes(source.dtype))
-        spots = [base + self.knobs.ahead * stride + line for line in lines]
-        return [
-            tirx.Evaluate(
-                tirx.call_llvm_intrin(
-                    "void", "llvm.prefetch", tirx.address_of(tirx.BufferLoad(source, [s])),
-                    *(tirx.IntImm("int32", x) for x in (0, 3, 1)),
-                )
-            )
-            for s in spots
-        ]
 
     # --- the epilogue ------------------------------------------------------------------------------------
 

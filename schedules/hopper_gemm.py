@@ -21,6 +21,7 @@ from tvmcap.schedules import cpu_match
 from tvmcap.schedules.hopper_kernel import SHARED_BYTES, gemm_kernel, stage_bytes
 
 SM_COUNT = 132
+FEW_ROWS = 256
 _WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -100,10 +101,18 @@ def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
 
 def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
     """The setting that did best over shapes on an H200: narrow tiles where rows are few, 128 columns elsewhere."""
-    small = isinstance(gemm.rows, int) and gemm.rows <= 256
+    return _default(gemm, gemm.rows if isinstance(gemm.rows, int) else FEW_ROWS + 1)
+
+
+def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
+    """The defaults of a symbolic number of rows: one kernel for few rows, one for the rest."""
+    few, many = _default(gemm, FEW_ROWS), _default(gemm, FEW_ROWS + 1)
+    return [(None, few)] if few == many else [(FEW_ROWS, few), (None, many)]
+
+
+def _default(gemm: cpu_match.Gemm, rows: int) -> Knobs:
     tma = stores_through_tma(gemm)
-    knobs = Knobs(bn=64, stages=8, tma_store=tma) if small or gemm.n <= 64 else Knobs(tma_store=tma)
-    return knobs
+    return Knobs(bn=64, stages=8, tma_store=tma) if rows <= FEW_ROWS or gemm.n <= 64 else Knobs(tma_store=tma)
 
 
 def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
@@ -139,5 +148,6 @@ TEMPLATE = Template(
     features=features,
     feature_names=FEATURES,
     variants=True,
+    ranges=ranges,
     modules=("tvmcap.schedules.hopper_kernel",),
 )

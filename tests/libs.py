@@ -50,9 +50,9 @@ def compile_module(module: Any) -> Any:
 
 def chain_module(dtype: str = "float32", parallel: bool = True) -> Any:
     """Two matmuls in a row through one intermediate."""
-    from tvm.script import ir as I  # noqa: N812
-    from tvm.script import relax as R  # noqa: N812
-    from tvm.script import tirx as T  # noqa: N812
+    from tvm.script import ir as I
+    from tvm.script import relax as R
+    from tvm.script import tirx as T
 
     @I.ir_module
     class Module:
@@ -82,6 +82,144 @@ def chain_module(dtype: str = "float32", parallel: bool = True) -> Any:
             return R.tuple()
 
     return Module
+
+
+def pair_signature() -> Signature:
+    """Return the signature of ``pair``: a nested call, and a result that is not empty when the batch is."""
+    tensor = ("B", WIDTH)
+    items = [
+        {"kind": "dict", "keys": ["x", "y"], "items": [{"kind": "leaf", "index": 0}, {"kind": "leaf", "index": 1}]},
+        {"kind": "const", "value": 2},
+    ]
+    parts = {"kind": "tuple", "items": [{"kind": "leaf", "index": 1}, {"kind": "leaf", "index": 2}]}
+    return Signature(
+        inputs=(TensorSpec("data.x", "float32", tensor), TensorSpec("data.y", "float32", tensor)),
+        outputs=(
+            TensorSpec("out0", "float32", tensor),
+            TensorSpec("out1", "float32", (WIDTH,)),
+            TensorSpec("out2", "float32", ("B*2", WIDTH)),
+        ),
+        dims=(DimSpec("B"),),
+        in_tree={"kind": "tuple", "items": items},
+        out_tree={"kind": "dict", "keys": ["sum", "parts"], "items": [{"kind": "leaf", "index": 0}, parts]},
+        arg_names=("data", "scale"),
+    )
+
+
+def pair_module() -> Any:
+    """Sum, column sums, and one above the other."""
+    from tvm.script import ir as I
+    from tvm.script import relax as R
+    from tvm.script import tirx as T
+
+    @I.ir_module
+    class Pair:
+        @T.prim_func(s_tir=True, private=True)
+        def add(xh: T.handle, yh: T.handle, oh: T.handle):
+            T.func_attr({"tirx.noalias": True})
+            B = T.int64()
+            x = T.match_buffer(xh, (B, T.int64(8)), "float32")
+            y = T.match_buffer(yh, (B, T.int64(8)), "float32")
+            o = T.match_buffer(oh, (B, T.int64(8)), "float32")
+            for i, j in T.grid(B, 8):
+                with T.sblock("add"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    o[vi, vj] = x[vi, vj] + y[vi, vj]
+
+        @T.prim_func(s_tir=True, private=True)
+        def columns(xh: T.handle, o: T.Buffer((T.int64(8),), "float32")):
+            T.func_attr({"tirx.noalias": True})
+            B = T.int64()
+            x = T.match_buffer(xh, (B, T.int64(8)), "float32")
+            for j in range(8):
+                with T.sblock("zero"):
+                    vj = T.axis.remap("S", [j])
+                    o[vj] = T.float32(0)
+            for i, j in T.grid(B, 8):
+                with T.sblock("columns"):
+                    vi, vj = T.axis.remap("RS", [i, j])
+                    o[vj] = o[vj] + x[vi, vj]
+
+        @T.prim_func(s_tir=True, private=True)
+        def stack(xh: T.handle, yh: T.handle, oh: T.handle):
+            T.func_attr({"tirx.noalias": True})
+            B = T.int64()
+            x = T.match_buffer(xh, (B, T.int64(8)), "float32")
+            y = T.match_buffer(yh, (B, T.int64(8)), "float32")
+            o = T.match_buffer(oh, (B * T.int64(2), T.int64(8)), "float32")
+            for i, j in T.grid(B * T.int64(2), 8):
+                with T.sblock("stack"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    o[vi, vj] = T.if_then_else(vi < B, x[vi, vj], y[vi - B, vj])
+
+        @R.function(pure=False)
+        def main(
+            x: R.Tensor(("B", 8), "float32"),
+            y: R.Tensor(("B", 8), "float32"),
+            out0: R.Tensor(("B", 8), "float32"),
+            out1: R.Tensor((8,), "float32"),
+            out2: R.Tensor(("B * 2", 8), "float32"),
+        ) -> R.Tuple():
+            cls = Pair
+            _ = cls.add(x, y, out0)
+            _1 = cls.columns(x, out1)
+            _2 = cls.stack(x, y, out2)
+            return R.tuple()
+
+    return Pair
+
+
+def write_pair(path: Path) -> Path:
+    """Write the library of ``pair`` to ``path``."""
+    from tvmcap.library import export
+
+    export.write(compile_module(pair_module()), path, manifest_for(pair_signature()))
+    return path
+
+
+def scale_module() -> Any:
+    """``out = x * weight + bias`` with both weights as parameters of main, as large weights arrive."""
+    from tvm.script import ir as I
+    from tvm.script import relax as R
+    from tvm.script import tirx as T
+
+    @I.ir_module
+    class Scale:
+        @T.prim_func(s_tir=True, private=True)
+        def scale(
+            xh: T.handle, w: T.Buffer((T.int64(8),), "float32"), b: T.Buffer((T.int64(3),), "float32"), oh: T.handle
+        ):
+            T.func_attr({"tirx.noalias": True})
+            B = T.int64()
+            x = T.match_buffer(xh, (B, T.int64(8)), "float32")
+            o = T.match_buffer(oh, (B, T.int64(8)), "float32")
+            for i, j in T.grid(B, 8):
+                with T.sblock("scale"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    o[vi, vj] = x[vi, vj] * w[vj] + b[T.int64(2)]
+
+        @R.function(pure=False)
+        def main(
+            x: R.Tensor(("B", 8), "float32"),
+            w: R.Tensor((8,), "float32"),
+            b: R.Tensor((3,), "float32"),
+            out: R.Tensor(("B", 8), "float32"),
+        ) -> R.Tuple():
+            cls = Scale
+            _ = cls.scale(x, w, b, out)
+            return R.tuple()
+
+    return Scale
+
+
+def write_scale(path: Path, weights: dict[str, Any]) -> Path:
+    """Write the library of ``scale`` to ``path``, its weights beside it."""
+    from tvmcap.library import export
+
+    signature = replace(chain_signature(), in_tree=leaves(1), arg_names=("x",))
+    signature = replace(signature, inputs=signature.inputs[:1])
+    export.write(compile_module(scale_module()), path, manifest_for(signature), weights)
+    return path
 
 
 def write_chain(path: Path, dtype: str = "float32", parallel: bool = True, **fields: Any) -> Path:

@@ -11,8 +11,10 @@ from tvmcap.graph.rewrite import is_op
 
 def check(mod: tvm.IRModule, name: str) -> None:
     """Raise ContractError where the module after pass ``name`` is ill-formed or breaks the pass's promise."""
-    if not relax.analysis.well_formed(mod):
-        raise ContractError(f"the module after pass {name!r} is not well-formed; this is a bug in that pass")
+    try:
+        relax.analysis.well_formed(mod)
+    except Exception as e:
+        raise ContractError(f"the module after pass {name!r} is not well-formed: {e}") from e
     main = mod["main"]
     calls = [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
     if name in ("legalize", "fuse", "schedule"):

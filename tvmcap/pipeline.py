@@ -17,7 +17,7 @@ from tvmcap import contracts
 from tvmcap.base.config import Config
 from tvmcap.base.errors import BuildError, ConfigError, LibraryError, TvmcapError
 from tvmcap.base.signature import evaluate
-from tvmcap.capture import operators
+from tvmcap.capture import precision
 from tvmcap.graph import canonicalize, fuse, layout
 from tvmcap.kernel import apply, spaces
 from tvmcap.library import plan
@@ -49,7 +49,7 @@ def front(target: Any) -> list[tuple[str, Pass]]:
     """From captured graph to fused kernels: what tuning sees."""
     return [
         # 16-bit elementwise chains compute in float32: before any pattern matches on casts
-        ("operators", operators.widen),
+        ("operators", precision.widen),
         # folded constants are what layout can pack
         ("canonicalize", canonicalize.canonicalize),
         # before legalize: a matmul is still one operator
@@ -80,7 +80,7 @@ def peak_bytes(planned: tvm.IRModule) -> int | None:
     """Bytes of planned intermediates at the largest sizes; None where a dimension has no upper bound."""
     bounds = {str(k): int(v) for k, v in (planned["main"].attrs or {}).get("tir_var_upper_bound", {}).items()}
     total = 0
-    for unit, size in planned.attrs["tvmcap.arenas"].items():
+    for unit, size in planned.attrs["tvmcap.storage"].items():
         try:
             total += int(size) * evaluate(str(unit) or 1, bounds)
         except LibraryError:
@@ -108,7 +108,8 @@ def run(mod: tvm.IRModule, passes: list[tuple[str, Pass]], target: Any, config: 
         except TvmcapError:
             raise
         except Exception as e:
-            raise BuildError(f"pass {name!r} failed: {_last_line(e)}; disable={name!r} may go around it") from e
+            advice = f"; disable={name!r} goes around it" if name in OPTIONAL else ""
+            raise BuildError(f"pass {name!r} failed: {_last_line(e)}{advice}") from e
         trace.seconds.append((name, time.perf_counter() - start))
         if config.dump:
             _dump(mod, Path(config.dump), len(trace.seconds), name)

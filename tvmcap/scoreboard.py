@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ import torch
 from tvmcap.base.config import Config
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.score import Latency, Score
-from tvmcap.base.signature import Signature, evaluate
+from tvmcap.base.signature import Signature, unflatten
 from tvmcap.base.timing import measure, rotated
 from tvmcap.verify.check import Subject, device_of, example_leaves
 from tvmcap.verify.inputs import InputSet, draw, example_sizes
 from tvmcap.view.eager import count_eager, parameters
-from tvmcap.view.kernels import Traffic, count, weight_like
+from tvmcap.view.traffic import Table, count, nbytes, served_by, weight_like
 
 log = logging.getLogger("tvmcap")
 
@@ -84,17 +83,17 @@ def _counted(compiled: Any, sizes: dict[str, int]) -> Score:
     """Fill in what needs no run."""
     manifest = compiled.manifest
     coverage = manifest.coverage
-    tuned = sum(1 for task in coverage if _is_tuned(task))
+    tunable = [task for task in coverage if task.get("tunable", True)]
     common: dict[str, Any] = {
         "build_s": manifest.build_s,
-        "tuned_tasks": tuned,
-        "tasks": len(coverage),
+        "tuned_tasks": sum(1 for task in tunable if task.get("tuned")),
+        "tasks": len(tunable),
         "verified": manifest.verified,
     }
-    if compiled.module is None:
-        return _from_manifest(manifest, sizes, common)
-    served = {str(task["task"]): str(task["served_by"]) for task in coverage}
-    traffic: Traffic = count(compiled.module, compiled.signature, sizes, served)
+    table = kernel_table(compiled)
+    if table is None:
+        return Score(sizes, manifest.kernels_per_call, None, None, None, None, **common)
+    traffic = count(table, compiled.signature, sizes, served_by(coverage))
     return Score(
         sizes=sizes,
         kernels=traffic.launches,
@@ -107,44 +106,28 @@ def _counted(compiled: Any, sizes: dict[str, int]) -> Score:
     )
 
 
-def _is_tuned(task: Mapping[str, Any]) -> bool:
-    return bool(task.get("record")) or task.get("served_by") == "trace"
+def kernel_table(compiled: Any) -> Table | None:
+    """Return the table of kernels that the library carries, or make it from the module."""
+    stored: Table | None = getattr(compiled.manifest, "kernels", None)
+    if stored or compiled.module is None:
+        return stored or None
+    from tvmcap.view.kernels import table
 
-
-def _from_manifest(manifest: Any, sizes: dict[str, int], common: dict[str, Any]) -> Score:
-    """Take the counts that the build stored, where they were made at these sizes."""
-    stored = None if manifest.score is None else Score.from_json(manifest.score)
-    if stored is not None and stored.sizes == sizes:
-        return replace(
-            stored, latency_us=None, eager_us=None, torch_compile_us=None, speedup=None, **common
-        )
-    weights = None if stored is None else stored.weight_bytes
-    return Score(sizes, manifest.kernels_per_call, None, None, weights, None, **common)
+    return table(compiled.module, compiled.signature)
 
 
 def _traced(compiled: Any, result: Score, leaves: list[torch.Tensor]) -> Score:
     """Run once under the executor's instruments: kernels launched and memory alive at once."""
-    from tvmcap.base.signature import unflatten
-
     args = unflatten(compiled.signature.in_tree, leaves)
     trace = compiled.executor.trace(*args)
     called = len(trace.kernels)
     planned = len(result.per_kernel) if result.per_kernel else result.kernels
     if planned is not None and called != planned:
         log.warning("counted %d kernels in the module, but a run called %d", planned, called)
-    outputs = output_bytes(compiled.signature, result.sizes)
+    outputs = sum(nbytes(o.dtype, o.shape, result.sizes) for o in compiled.signature.outputs)
     return replace(
         result, kernels_traced=called, peak_bytes_measured=trace.intermediate_bytes + outputs
     )
-
-
-def output_bytes(signature: Signature, sizes: Mapping[str, int]) -> int:
-    """Bytes of all outputs at ``sizes``."""
-    total = 0
-    for spec in signature.outputs:
-        itemsize = getattr(torch, spec.dtype).itemsize
-        total += prod(evaluate(s, sizes) for s in spec.shape) * itemsize
-    return total
 
 
 def _eager_counts(result: Score, subject: Subject, leaves: list[torch.Tensor]) -> Score:
@@ -161,7 +144,7 @@ def _eager_counts(result: Score, subject: Subject, leaves: list[torch.Tensor]) -
 
 
 def _torch_compile(subject: Subject, leaves: list[torch.Tensor]) -> dict[str, Callable[..., Any]]:
-    """Compile the PyTorch code with torch.compile; empty, with the reason logged, where it fails."""
+    """Compile with torch.compile; empty, with the reason logged, where that fails."""
     try:
         dynamo: Any = importlib.import_module("torch._dynamo")
         dynamo.reset()
@@ -230,10 +213,10 @@ def walk(
     sizes: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> list[WalkRow]:
-    """Build ``fn`` with each of ``configs`` and score it: the measured table from eager to compiled.
+    """Build ``fn`` with each of ``configs`` and score it: the walk from eager to compiled.
 
-    ``configs``: name of the step to Config; by default without fusion and layout, without fusion,
-    and whole. Baselines are measured with each, so that every ratio is interleaved.
+    ``configs``: name of the step to Config; by default ``default_steps``. Baselines are measured
+    with each, so that every ratio is interleaved.
     """
     from tvmcap.build import build
 

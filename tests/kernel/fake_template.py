@@ -48,7 +48,9 @@ def match(func: Any, target: Any) -> Problem | None:
     if len(x.shape) != 2 or len(w.shape) != 2:
         return None
     rows = x.shape[0]
-    return Problem(int(rows) if isinstance(rows, tirx.IntImm) else rows, int(w.shape[0]), int(w.shape[1]))
+    return Problem(
+        int(rows) if isinstance(rows, tirx.IntImm) else rows, int(w.shape[0]), int(w.shape[1])
+    )
 
 
 def space(problem: Problem, target: Any) -> list[Knobs]:
@@ -56,7 +58,9 @@ def space(problem: Problem, target: Any) -> list[Knobs]:
 
 
 def space_with_failures(problem: Problem, target: Any) -> list[Knobs]:
-    return [Knobs(4), Knobs(8)] + [Knobs(4, mode) for mode in (WRONG, CRASH, NO_LOWER, NO_COMPILE, RUN_CRASH)]
+    return [Knobs(4), Knobs(8)] + [
+        Knobs(4, mode) for mode in (WRONG, CRASH, NO_LOWER, NO_COMPILE, RUN_CRASH)
+    ]
 
 
 def space_all_wrong(problem: Problem, target: Any) -> list[Knobs]:
@@ -87,7 +91,9 @@ def lower(func: Any, problem: Problem, knobs: Knobs, target: Any) -> Any:
     if knobs.mode == WRONG:
         lowered = _multiplied_by_two(lowered)
     if knobs.mode == NO_COMPILE:
-        lowered = _with_statement(lowered, tirx.Evaluate(tirx.call_intrin("int32", "tirx.ptx_cp_async_commit_group")))
+        lowered = _with_statement(
+            lowered, tirx.Evaluate(tirx.call_intrin("int32", "tirx.ptx_cp_async_commit_group"))
+        )
     if knobs.mode == RUN_CRASH:
         lowered = _with_statement(lowered, tirx.Evaluate(tirx.call_extern("int32", "abort")))
     return lowered
@@ -119,13 +125,17 @@ def _multiplied_by_two(func: Any) -> Any:
     return tvm_ffi.structural_map(func, (tirx.Mul, double))
 
 
-def features(problem: Problem, knobs: Sequence[Knobs], target: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+def features(
+    problem: Problem, knobs: Sequence[Knobs], target: Any
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.array([[k.tile, k.mode, float(problem.rows)] for k in knobs], "float32")
 
 
 def _template(name: str, **changes: Any) -> Template:
     parts = dict(match=match, space=space, default=default, lower=lower, features=features)
-    return Template(name=name, knobs=Knobs, feature_names=("tile", "mode", "rows"), **{**parts, **changes})
+    return Template(
+        name=name, knobs=Knobs, feature_names=("tile", "mode", "rows"), **{**parts, **changes}
+    )
 
 
 FAKE = _template("fake")
@@ -149,7 +159,9 @@ def target() -> Any:
     return tvm.target.Target({"kind": "llvm", "num-cores": 2})
 
 
-def module(k: int = 32, n: int = 48, rows: int | None = None, name: str = "B", calls: int = 1) -> Any:
+def module(
+    k: int = 32, n: int = 48, rows: int | None = None, name: str = "B", calls: int = 1
+) -> Any:
     """A fused module: ``calls`` matmuls of a symbolic (or static) number of rows, n == k where calls > 1."""
     builder = relax.BlockBuilder()
     m = tirx.Var(name, "int64") if rows is None else rows

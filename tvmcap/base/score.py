@@ -29,7 +29,9 @@ class KernelScore:
 
 @dataclass(frozen=True)
 class Score:
-    """The scoreboard of one library at one set of sizes. A field that this machine cannot measure is None.
+    """The scoreboard of one library at one set of sizes.
+
+    A field that this machine cannot measure is None.
 
     Attributes
     ----------

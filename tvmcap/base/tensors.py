@@ -86,6 +86,8 @@ def read_tensors(path: Path, sha256: str) -> dict[str, tuple[str, tuple[int, ...
         raise DamagedLibraryError(f"{path}: these are not the weights of this library (sha256 differs); copy both files")
     try:
         start = 8 + struct.unpack_from("<Q", data)[0]
+        if start > len(data):
+            raise ValueError(f"a header of {start} bytes")
         return {
             name: _entry(entry, data[start:])
             for name, entry in json.loads(bytes(data[8:start])).items()

@@ -106,7 +106,7 @@ def _attention(node: fx.Node, importer: Any) -> Any:
     axes = [*range(rank - 2), rank - 1, rank - 2]
     scores = _product(importer, q, _emit(importer, relax.op.permute_dims(k, axes)))
     wide = dtype_of(scores)
-    scale = a["scale"] if a["scale"] is not None else float(q.ty.shape[-1]) ** -0.5
+    scale = a["scale"] if a["scale"] is not None else int(q.ty.shape[-1]) ** -0.5
     scores = _emit(importer, relax.op.multiply(scores, relax.const(scale, wide)))
     mask = a["attn_mask"]
     if a["is_causal"]:
@@ -141,7 +141,7 @@ def _batch_norm(node: fx.Node, importer: Any) -> Any:
     shape = (1, -1, *[1] * (len(x.ty.shape) - 2))
     scale, shift = (_emit(importer, relax.op.reshape(t, shape)) for t in (scale, shift))
     y = _emit(importer, relax.op.multiply(_cast(importer, x, "float32"), scale))
-    return [_cast(importer, _emit(importer, relax.op.add(y, shift)), dtype_of(x)), mean, variance]
+    return [_cast(importer, _emit(importer, relax.op.add(y, shift)), dtype_of(x)), None, None]
 
 
 def _binary(op: Callable[..., relax.Expr]) -> Converter:
@@ -201,6 +201,35 @@ def _variance(node: fx.Node, importer: Any) -> Any:
     return y if factor == 1 else _emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
 
 
+def _embedding(node: fx.Node, importer: Any) -> Any:
+    """Rows of a table; an index outside reads the nearest row, where TVM's converter reads outside memory."""
+    weight, index = importer.retrieve_args(node)[:2]
+    return _emit(importer, relax.op.take(weight, index, axis=0, mode="clip"))
+
+
+def _index_select(node: fx.Node, importer: Any) -> Any:
+    x, axis, index = importer.retrieve_args(node)[:3]
+    return _emit(importer, relax.op.take(x, index, axis=axis, mode="clip"))
+
+
+def _select(node: fx.Node, importer: Any) -> Any:
+    """One index of an axis as a slice; TVM's converter reads outside memory at a negative index."""
+    x, axis, index = importer.retrieve_args(node)[:3]
+    axis %= len(x.ty.shape)
+    start = index + x.ty.shape[axis] if isinstance(index, int) and index < 0 else index
+    part = _emit(importer, relax.op.strided_slice(x, [axis], [start], [start + 1]))
+    return _emit(importer, relax.op.squeeze(part, [axis]))
+
+
+def _index(node: fx.Node, importer: Any) -> Any:
+    """Advanced indexing; a single index wraps around, so that negative ones count from the end."""
+    x, indices = importer.retrieve_args(node)[:2]
+    used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if len(used) == 1 and dtype_of(used[0][1]) not in ("bool", "uint8"):
+        return _emit(importer, relax.op.take(x, used[0][1], axis=used[0][0], mode="wrap"))
+    return importer._index_tensor(node)
+
+
 CONVERTERS: dict[str, Converter] = {
     **dict.fromkeys(("mm.default", "bmm.default", "matmul.default"), _matmul),
     **dict.fromkeys(("addmm.default", "baddbmm.default"), _addmm),
@@ -222,4 +251,8 @@ CONVERTERS: dict[str, Converter] = {
     "_softmax.default": _softmax(relax.op.nn.softmax),
     "_log_softmax.default": _softmax(relax.op.nn.log_softmax),
     "var.correction": _variance,
+    "embedding.default": _embedding,
+    "index_select.default": _index_select,
+    "select.int": _select,
+    "index.Tensor": _index,
 }

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _Flat(torch.nn.Module):
     def __init__(self, call: arguments.BoundCall) -> None:
         super().__init__()
         self.call_ = call
-        self.out_tree: Tree = {}
+        self.found = SimpleNamespace(out_tree=None)  # torch.export restores attributes, but not what they hold
         if isinstance(call.fn, torch.nn.Module):
             self.fn = call.fn
 
@@ -123,7 +124,7 @@ class _Flat(torch.nn.Module):
         rest = iter(leaves)
         values = [replace_tensors(value, lambda: next(rest)) for value in self.call_.values]
         outputs: list[tuple[str, torch.Tensor]] = []
-        self.out_tree.update(describe(self.call_.invoke(values), "output", outputs))
+        self.found.out_tree = describe(self.call_.invoke(values), "output", outputs)
         return [tensor for _, tensor in outputs]
 
 
@@ -169,7 +170,7 @@ def _export_at(
         raise
     except Exception as e:
         raise _translate(e, [name for name, _ in leaves], sizes) from e
-    return program, flat.out_tree
+    return program, flat.found.out_tree
 
 
 def _translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int]) -> CaptureError:

@@ -114,7 +114,8 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
     """Make the result's dtype torch's, and its shape known; raise ValueError where the shapes differ."""
     if isinstance(value, tuple | list):
         if isinstance(result, tuple | list):
-            return [_agree(importer, r, v, symbols) for r, v in zip(result, value, strict=False)]
+            pairs = zip(result, value, strict=False)
+            return [None if r is None else _agree(importer, r, v, symbols) for r, v in pairs]
         return result
     if not isinstance(result, relax.Expr) or not isinstance(result.ty, relax.TensorType):
         raise ValueError(f"no tensor came out, but {type(result).__name__}")

@@ -52,8 +52,9 @@ def widen(mod: tvm.IRModule) -> tvm.IRModule:
     if not any(_is_half(b.var.ty) for block in main.body.blocks for b in block.bindings):
         return mod
     rewriter = _Widen(mod)
+    main = rewriter.visit_expr(main)
     mod = rewriter.builder_.get()
-    mod["main"] = rewriter.visit_expr(main)
+    mod["main"] = main
     return relax.transform.DeadCodeElimination(["main"])(mod)
 
 
@@ -209,9 +210,7 @@ class _Widen(relax.PyExprMutator):
             if wide.ty.dtype.dtype != "float32" or not _is_half(binding.var.ty):
                 wide = emit(relax.op.astype(wide, binding.var.ty.dtype.dtype))
         elif name in _REDUCING:
-            args = [self.visit_expr(a) for a in call.args]
-            same = relax.Call(call.op, args, call.attrs, call.ty_args)
-            wide = emit(call.op.get_attr("FLegalize")(_WideCalls(self.builder_), self.builder_.normalize(same)))
+            wide = emit(self._legalized(call))
         else:
             args = [self._load(a) for a in call.args]
             wide = emit(relax.Call(call.op, args, call.attrs, call.ty_args))
@@ -223,6 +222,15 @@ class _Widen(relax.PyExprMutator):
             if binding.var in self.kept:
                 self.wide[var] = wide
         self.set_var_remap(binding.var, var)
+
+    def _legalized(self, call: relax.Call) -> relax.Call:
+        """Return a call of one kernel that loads 16 bits and computes in 32; where shapes are unknown, of the operator."""
+        args = [self.visit_expr(a) for a in call.args]
+        same = self.builder_.normalize(relax.Call(call.op, args, call.attrs, call.ty_args))
+        kernel = call.op.get_attr("FLegalize")(_WideCalls(self.builder_), same)
+        if _operator(kernel) == "relax.call_tir":
+            return kernel
+        return relax.Call(call.op, [self._load(a) for a in call.args], call.attrs, call.ty_args)
 
     def _load(self, value: relax.Expr) -> relax.Expr:
         value = self.visit_expr(value)

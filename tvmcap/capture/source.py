@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
-_HIDDEN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_HERE = os.path.dirname(os.path.dirname(__file__))
+_HIDDEN = (os.path.dirname(torch.__file__), _HERE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 
@@ -28,21 +29,28 @@ def _line(filename: str, number: int) -> str:
 
 
 def of_node(node: fx.Node) -> str:
-    """Return ``file:line: code`` of the user's innermost frame of ``node``, or ``""`` where it is unknown."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    users = [frame for frame in frames if _is_user(frame[0])]
-    if not (users or frames):
+    """Return ``file:line: code`` of the user's innermost frame; else the layer of ``node``; else ``""``."""
+    frames = [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_user(frame[0])]
+    if frames:
+        return _line(frames[-1][0], int(frames[-1][1]))
+    layers = list((node.meta.get("nn_module_stack") or {}).values())
+    if not layers:
         return ""
-    filename, number = (users or frames)[-1]
-    return _line(filename, int(number))
+    path, kind = layers[-1]
+    return f"layer {path.rpartition('fn.')[2] or 'forward'} ({getattr(kind, '__name__', str(kind).rpartition('.')[2])})"
 
 
 def of_error(tb: TracebackType | None) -> str:
     """Return ``file:line: code`` of the user's innermost frame of a traceback, or ``""``."""
-    users = [frame for frame in traceback.extract_tb(tb) if _is_user(frame.filename)]
-    if not users:
-        return ""
-    return _line(users[-1].filename, users[-1].lineno or 0)
+    frames = _inside([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(tb)])
+    users = [frame for frame in frames if _is_user(frame[0])]
+    return _line(*users[-1]) if users else ""
+
+
+def _inside(frames: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Drop the frames of whoever called capture: those up to this package's own last frame."""
+    own = [i for i, frame in enumerate(frames) if frame[0].startswith(_HERE)]
+    return frames[own[-1] + 1 :] if own else frames
 
 
 @contextlib.contextmanager
@@ -50,7 +58,9 @@ def recording() -> Iterator[None]:
     """Make torch.export keep the user's frames of plain functions too; it keeps those named ``forward`` alone."""
 
     def keep(_: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list([f for f in frames if _is_user(f.filename)][-8:])
+        own = [i for i, frame in enumerate(frames) if frame.filename.startswith(_HERE)]
+        inside = frames[own[-1] + 1 :] if own else frames
+        return traceback.StackSummary.from_list([f for f in inside if _is_user(f.filename)][-8:])
 
     inherited = "_filter_traceback_frames" not in vars(PythonKeyTracer)
     before = getattr(PythonKeyTracer, "_filter_traceback_frames", None)

@@ -11,7 +11,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 
-from tvmcap.kernel import fallback, intrinsics, search, spaces, tasks
+from tvmcap.kernel import fallback, intrinsics, spaces, tasks, traces
 from tvmcap.kernel.records import Record
 
 logger = logging.getLogger("tvmcap")
@@ -89,7 +89,7 @@ def _serve(task: tasks.Task, records: list[Record], target: Any) -> tuple[list[t
         reason = "" if records else "no record; the template's default"
         return made, Served(task.name, f"template:{task.template.name}", task.count, True, seen, ranges, reason)
     for record in sorted(records, key=lambda r: -sum(r.sizes.values())):
-        func = search.apply_trace(task.func, record.trace, target)
+        func = traces.apply_trace(task.func, record.trace, target)
         if func is not None:
             used = {_sizes_text(record): seen[_sizes_text(record)]}
             return [(None, func)], Served(task.name, "trace", task.count, True, used)
@@ -128,8 +128,8 @@ def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[
 
 def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
     """The template's own choice by range of rows where it has one, else its one default."""
-    if task.template.variants and not isinstance(task.problem.rows, int):
-        ranged: list[tuple[int | None, Any]] = list(task.template.ranges(task.problem, target))
+    if task.template.ranges is not None and not isinstance(task.problem.rows, int):
+        ranged: list[tuple[int | None, Any]] = task.template.ranges(task.problem, target)
         return ranged
     return [(None, task.template.default(task.problem, target))]
 

@@ -9,14 +9,15 @@ import tvm
 
 from tvmcap.kernel.features import new_schedule
 
-#: Largest error of one element, over its own size plus the output's root mean square. Sums in another order differ by
-#: a few units in the last place of the largest term; a wrong tile or a missing term differs by a whole part.
+#: Largest error of one element, over its own size plus the output's root mean square. Sums in
+#: another order differ by a few units in the last place of the largest term; a wrong tile or a
+#: missing term differs by a whole part.
 _TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "float16": 1e-2, "bfloat16": 5e-2}
 _TOLERANCE_OTHER_FLOAT = 0.15
 
 
 def random_inputs(args: list[dict[str, Any]], seed: int) -> list[Any]:
-    """Draw one array an argument (``{"shape": [...], "dtype": ...}``): normal floats, small integers (valid indices)."""
+    """Draw an array for each ``{"shape", "dtype"}``: normal floats, small integers (indices)."""
     rng = np.random.default_rng(seed)
     return [_draw(arg, rng) for arg in args]
 
@@ -26,7 +27,9 @@ def _draw(arg: dict[str, Any], rng: np.random.Generator) -> Any:
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     if dtype in ("int8", "uint8"):
-        return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, shape, dtype=dtype, endpoint=True)
+        return rng.integers(
+            np.iinfo(dtype).min, np.iinfo(dtype).max, shape, dtype=dtype, endpoint=True
+        )
     if "float" not in dtype:
         return rng.integers(0, 2, shape).astype(dtype)
     return _cast(rng.standard_normal(shape, dtype=np.float32), dtype)
@@ -48,11 +51,15 @@ def to_device(values: list[Any], device: Any) -> list[Any]:
 def to_numpy(tensor: Any) -> Any:
     """Copy a tensor to numpy, floats narrower than 32 bits as float32 (exact)."""
     values = tensor.numpy()
-    return values.astype(np.float32) if values.dtype.kind not in "biu" and values.dtype.itemsize < 4 else values
+    return (
+        values.astype(np.float32)
+        if values.dtype.kind not in "biu" and values.dtype.itemsize < 4
+        else values
+    )
 
 
 def mismatch(got: Any, expected: Any, dtype: str) -> str | None:
-    """Describe the largest error where it is beyond what the order of summation explains, else None."""
+    """Describe an error beyond what the order of summation explains, or return None."""
     if got.dtype.kind in "biu":
         wrong = int(np.count_nonzero(got != expected))
         return f"{wrong} of {got.size} integers differ" if wrong else None
@@ -60,7 +67,10 @@ def mismatch(got: Any, expected: Any, dtype: str) -> str | None:
         return "NaNs are in other places"
     finite = np.isfinite(expected)
     infinite = np.isinf(expected)
-    if not (np.array_equal(np.isinf(got), infinite) and np.array_equal(got[infinite], expected[infinite])):
+    if not (
+        np.array_equal(np.isinf(got), infinite)
+        and np.array_equal(got[infinite], expected[infinite])
+    ):
         return "infinities are in other places"
     if not finite.any():
         return None
@@ -74,8 +84,9 @@ def mismatch(got: Any, expected: Any, dtype: str) -> str | None:
 def plain_schedule(func: Any, target: Any) -> Any:
     """Return the function as written, but with loops in an order and on threads that end soon.
 
-    On a CPU reductions move outside the innermost spatial loop and the outermost one runs in parallel; on a GPU the
-    spatial loops are bound to threads. Both are transformations that TVM itself proves.
+    On a CPU reductions move outside the innermost spatial loop and the outermost one runs in
+    parallel; on a GPU the spatial loops are bound to threads. Both are transformations that TVM
+    itself proves.
     """
     sch = new_schedule(func)
     for block in sch.get_child_blocks(sch.get_sblock("root")):

@@ -1,4 +1,4 @@
-"""Cost model of template candidates: gradient-boosted trees that rank, learnt from records and from the run."""
+"""Cost model of template candidates: boosted trees that rank, learnt from records and the run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _MIN_ROWS = 6
 class RankModel:
     """Predicts log(best time / time) within a group of candidates for one task and size.
 
-    Times are compared only within their group, so that records of other problems and sizes teach what makes a candidate
-    good without saying how long it takes. Deterministic for a seed: one thread, exact trees.
+    Times are compared only within their group, so that records of other problems and sizes teach
+    what makes a candidate good without saying how long it takes. Deterministic for a seed: one
+    thread, exact trees.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -37,7 +38,9 @@ class RankModel:
         """Return how many measurements were learnt from."""
         return sum(map(len, self._times.values()))
 
-    def add(self, group: str, rows: Iterable[Sequence[float]], times_us: Iterable[float | None]) -> None:
+    def add(
+        self, group: str, rows: Iterable[Sequence[float]], times_us: Iterable[float | None]
+    ) -> None:
         """Add measurements of a group (None: it failed); ``fit`` learns from them."""
         self._rows[group] += [[float(x) for x in row] for row in rows]
         self._times[group] += list(times_us)
@@ -71,7 +74,7 @@ class RankModel:
         self._booster = xgboost.train(options, data, _ROUNDS)
 
     def scores(self, rows: Any) -> Any:
-        """Return a score in (0, 1] a row, larger is better; all equal before there is enough to learn from."""
+        """Return a score in (0, 1] a row, larger is better; all equal before anything is learnt."""
         if self._booster is None or len(rows) == 0:
             return np.full(len(rows), 0.5)
         import xgboost
@@ -102,7 +105,7 @@ def _relative(times: Sequence[float | None]) -> list[float]:
 
 
 @derived_object
-class KnobCostModel(PyCostModel):
+class KnobCostModel(PyCostModel):  # type: ignore[misc]
     """A RankModel behind MetaSchedule's interface; contexts are known by their task's name.
 
     Parameters
@@ -112,7 +115,9 @@ class KnobCostModel(PyCostModel):
     problems: task name to (group, problem at its sizes).
     """
 
-    def __init__(self, model: RankModel, template: Any, target: Any, problems: dict[str, tuple[str, Any]]) -> None:
+    def __init__(
+        self, model: RankModel, template: Any, target: Any, problems: dict[str, tuple[str, Any]]
+    ) -> None:
         super().__init__()
         self.model, self.template, self.target, self.problems = model, template, target, problems
 
@@ -126,12 +131,19 @@ class KnobCostModel(PyCostModel):
 
     def _features(self, context: Any, candidates: Sequence[Any]) -> Any:
         knobs = [self.template.knobs_from_json(read_knobs(c.sch)) for c in candidates]
-        return template_features(self.template, self.problems[str(context.task_name)][1], knobs, self.target)
+        return template_features(
+            self.template, self.problems[str(context.task_name)][1], knobs, self.target
+        )
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
         """Learn from measured candidates."""
-        times = [None if r.run_secs is None else float(np.median([float(s) for s in r.run_secs])) * 1e6 for r in results]
-        self.model.add(self.problems[str(context.task_name)][0], self._features(context, candidates), times)
+        times = [
+            None if r.run_secs is None else float(np.median([float(s) for s in r.run_secs])) * 1e6
+            for r in results
+        ]
+        self.model.add(
+            self.problems[str(context.task_name)][0], self._features(context, candidates), times
+        )
         self.model.fit()
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> Any:

@@ -41,17 +41,24 @@ def add_to_database(database: Any, record: Record, bound: Any, target: Any) -> b
     """Commit a successful record; returns whether it was one that a database can hold."""
     if record.median_us is None or record.error is not None or record.trace == []:
         return False
-    workload = database.commit_workload(tvm.IRModule({"main": bound.with_attr("global_symbol", "main")}))
+    workload = database.commit_workload(
+        tvm.IRModule({"main": bound.with_attr("global_symbol", "main")})
+    )
     trace = schedule_of(record, bound).trace
     args = ms.arg_info.ArgInfo.from_prim_func(bound)
-    database.commit_tuning_record(ms.database.TuningRecord(trace, workload, [record.median_us * 1e-6], target, args))
+    database.commit_tuning_record(
+        ms.database.TuningRecord(trace, workload, [record.median_us * 1e-6], target, args)
+    )
     return True
 
 
-def to_database(records: Iterable[Record], found: Iterable[Task], target: Any, database: Any = None) -> Any:
+def to_database(
+    records: Iterable[Record], found: Iterable[Task], target: Any, database: Any = None
+) -> Any:
     """Put the successful records of tasks into a MetaSchedule database (by default a new one in memory).
 
-    A record holds a workload's hash and not its code, so records of other tasks than ``found`` are left out.
+    A record holds a workload's hash and not its code, so records of other tasks than ``found`` are
+    left out.
     """
     database = database or ms.database.MemoryDatabase()
     by_key = {task.key: task for task in found}
@@ -64,7 +71,7 @@ def to_database(records: Iterable[Record], found: Iterable[Task], target: Any, d
 
 
 def sizes_of(task: Task, recorded: Mapping[str, int]) -> dict[str, int] | None:
-    """Return values of the task's variables that give the recorded sizes, or None where they do not follow."""
+    """Return values of the task's variables that give the recorded sizes, or None."""
     names = [v.name for v in task.vars]
     if task.template is None:
         return {name: recorded[f"s{i}"] for i, name in enumerate(names)}

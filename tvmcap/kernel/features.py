@@ -9,17 +9,22 @@ import numpy as np
 import tvm
 
 KNOBS = "tvmcap.knobs"
-"""Annotation of the root block: the knobs as canonical JSON. It is all that MetaSchedule sees of a candidate."""
+"""Annotation of the root block: the knobs as canonical JSON, all that MetaSchedule sees."""
+
+
+def copy_func(func: Any) -> Any:
+    """Return a deep copy of a PrimFunc, named main.
+
+    A schedule overlooks that the body of a PrimFunc is shared with the one it was made from by
+    ``with_attr``, and
+    changes both: what is scheduled must be a copy.
+    """
+    return tvm.ir.load_json(tvm.ir.save_json(func.with_attr("global_symbol", "main")))
 
 
 def new_schedule(func: Any) -> Any:
-    """Return a schedule of a copy of ``func``, named main.
-
-    A real copy: a schedule overlooks that the body of a PrimFunc is shared with the PrimFunc it was made from by
-    ``with_attr``, and changes both.
-    """
-    copy = tvm.ir.load_json(tvm.ir.save_json(func.with_attr("global_symbol", "main")))
-    return tvm.s_tir.Schedule(tvm.IRModule({"main": copy}))
+    """Return a schedule of a copy of ``func``, named main."""
+    return tvm.s_tir.Schedule(tvm.IRModule({"main": copy_func(func)}))
 
 
 def annotate(func: Any, knobs_json: str) -> Any:
@@ -36,6 +41,6 @@ def read_knobs(sch: Any) -> str | None:
 
 
 def template_features(template: Any, problem: Any, knobs: Sequence[Any], target: Any) -> Any:
-    """Return the template's features as a float32 array (candidates, features), everything finite."""
+    """Return the template's features as a finite float32 array (candidates, features)."""
     rows = np.asarray(template.features(problem, knobs, target), dtype=np.float32)
     return np.nan_to_num(rows.reshape(len(knobs), -1), posinf=3e38, neginf=-3e38)

@@ -22,7 +22,8 @@ def tvm_version() -> str:
 def fingerprint(target: Any) -> dict[str, Any]:
     """Describe a target and, where it is this machine, the processor: JSON data.
 
-    Keys: kind, arch (mcpu or sm), features (mattr, sorted), cores (threads a CPU kernel may use; None on a GPU), and,
+    Keys: kind, arch (mcpu or sm), features (mattr, sorted), cores (threads a CPU kernel may use;
+        None on a GPU), and,
     None where this machine is not the target: name (of the CPU or card), units (SMs), memory_gib.
     """
     attrs = {str(k): v for k, v in target.attrs.items()}
@@ -30,7 +31,12 @@ def fingerprint(target: Any) -> dict[str, Any]:
     is_cpu = kind == "llvm"
     arch = str(attrs.get("mcpu" if is_cpu else "arch", ""))
     cores = int(attrs.get("num-cores", os.cpu_count() or 1)) if is_cpu else None
-    base = {"kind": kind, "arch": arch, "features": sorted(str(a) for a in attrs.get("mattr", ())), "cores": cores}
+    base = {
+        "kind": kind,
+        "arch": arch,
+        "features": sorted(str(a) for a in attrs.get("mattr", ())),
+        "cores": cores,
+    }
     found = _cpu(arch) if is_cpu else _gpu(kind)
     return {**base, **found}
 

@@ -23,36 +23,29 @@ _EXP_MAX, _EXP_MIN = 89.0, -104.0
 # Adding 1.5 * 2**23 leaves the nearest integer in the low bits of a float32.
 _ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
 
-# Eigen 3.4, generic_fast_tanh_float (MathFunctionsImpl.h): odd / even polynomials in x on the clamped range.
-_TANH_MAX, _TANH_LINEAR = 7.90531110763549805, 0.0004
-_TANH_NUMERATOR = (
-    -2.76076847742355e-16,
-    2.00018790482477e-13,
-    -8.60467152213735e-11,
-    5.12229709037114e-08,
-    1.48572235717979e-05,
-    6.37261928875436e-04,
-    4.89352455891786e-03,
-)
-_TANH_DENOMINATOR = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+# Cephes tanhf: x + x**3 * P(x*x) below 0.625, else 1 - 2 / (exp(2x) + 1), which is one beyond 9.02.
+_TANH_SMALL, _TANH_MAX = 0.625, 10.0
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 
-# XLA, ErfImpl32 (xla/client/lib/math.cc): x * P(x*x) / Q(x*x); beyond the clamp erf rounds to one.
-_ERF_MAX = 3.7439211627767994
-_ERF_NUMERATOR = (
-    0.00022905065861350646,
-    0.0034082910107109506,
-    0.050955695062380861,
-    0.18520832239976145,
-    1.128379143519084,
+# N. Juffa, "Efficient faithful erff" (forums.developer.nvidia.com, 2011, and stackoverflow.com/a/35148199):
+# x + x * P(x*x) below 475/512, else 1 - exp(-t - t * Q(t)) with t = |x|; one beyond 3.92. Below 1 ulp.
+_ERF_SMALL, _ERF_MAX = 0.927734375, 4.0
+_ERF = (
+    -5.96761703e-4,
+    4.99119423e-3,
+    -2.67681349e-2,
+    1.12819925e-1,
+    -3.76125336e-1,
+    1.28379166e-1,
 )
-_ERF_DENOMINATOR = (
-    -1.1791602954361697e-7,
-    0.000023547966471313185,
-    0.0010179625278914885,
-    0.014070470171167667,
-    0.11098505178285362,
-    0.49746925110067538,
-    1.0,
+_ERF_TAIL = (
+    -1.72853470e-5,
+    3.83197126e-4,
+    -3.88396438e-3,
+    2.42546219e-2,
+    -1.06777877e-1,
+    -6.34846687e-1,
+    -1.28717512e-1,
 )
 
 # Cephes logf: log(1 + r) on sqrt(1/2) <= 1 + r < sqrt(2).
@@ -110,10 +103,14 @@ def _let(value: Expr, body: Callable[[Expr], Expr]) -> Expr:
 
 def _poly(x: Expr, coefficients: Sequence[float]) -> Expr:
     """Horner's rule, highest power first."""
-    result = _f(coefficients[0])
-    for c in coefficients[1:]:
-        result = result * x + _f(c)
-    return result
+
+    def horner(x: Expr) -> Expr:
+        result = _f(coefficients[0])
+        for c in coefficients[1:]:
+            result = result * x + _f(c)
+        return result
+
+    return _let(x, horner)
 
 
 def _clamp(x: Expr, low: float, high: float) -> Expr:
@@ -126,44 +123,67 @@ def _power_of_two(n: Expr) -> Expr:
 
 
 def _exp(x: Expr) -> Expr:
-    def scale(p: Expr, t: Expr) -> Expr:
-        """Multiply by 2**n in two steps, so that subnormal results are rounded once."""
-        bits = tirx.reinterpret("int32", t) - _i(_ROUND_BITS)
-        return _let(
-            bits,
-            lambda n: _let(
-                tirx.shift_right(n, _i(1)), lambda half: p * _power_of_two(half) * _power_of_two(n - half)
-            ),
-        )
+    """Over the whole range: 2**n goes on in two steps, so that subnormal results are rounded once."""
+
+    def scale(p: Expr, n: Expr) -> Expr:
+        return _let(tirx.shift_right(n, _i(1)), lambda half: p * _power_of_two(half) * _power_of_two(n - half))
+
+    return _exp_reduced(_clamp(x, _EXP_MIN, _EXP_MAX), scale)
+
+
+def _exp_near(x: Expr) -> Expr:
+    """Return exp(x) for -87 < x < 88."""
+    return _exp_reduced(x, lambda p, n: p * _power_of_two(n))
+
+
+def _exp_reduced(x: Expr, scale: Callable[[Expr, Expr], Expr]) -> Expr:
+    """Return ``scale(exp(r), n)`` with x = n * ln(2) + r and |r| <= ln(2) / 2."""
 
     def reduced(x: Expr, t: Expr) -> Expr:
         rest = _let(t - _f(_ROUND), lambda n: x - n * _f(_LN2_HIGH) - n * _f(_LN2_LOW))
-        return _let(rest, lambda r: scale(_poly(r, _EXP) * r * r + r + _f(1.0), t))
+        bits = tirx.reinterpret("int32", t) - _i(_ROUND_BITS)
+        return _let(bits, lambda n: _let(rest, lambda r: scale(_poly(r, _EXP) * (r * r) + r + _f(1.0), n)))
 
-    clamped = _clamp(x, _EXP_MIN, _EXP_MAX)
-    return _let(clamped, lambda x: _let(x * _f(1.44269504088896341) + _f(_ROUND), lambda t: reduced(x, t)))
+    return _let(x, lambda x: _let(x * _f(1.44269504088896341) + _f(_ROUND), lambda t: reduced(x, t)))
 
 
 def _sigmoid(x: Expr) -> Expr:
     return _f(1.0) / (_f(1.0) + _exp(_f(0.0) - x))
 
 
-def _tanh(x: Expr) -> Expr:
-    def rational(x: Expr) -> Expr:
-        return _let(x * x, lambda s: x * _poly(s, _TANH_NUMERATOR) / _poly(s, _TANH_DENOMINATOR))
+def _odd(x: Expr, split: float, near: Callable[[Expr], Expr], far: Callable[[Expr], Expr]) -> Expr:
+    """Return ``near(x)`` where |x| <= split, else ``far(|x|)`` with the sign of x."""
 
     def whole(x: Expr) -> Expr:
-        small = tirx.And(x < _f(_TANH_LINEAR), x > _f(-_TANH_LINEAR))
-        return tirx.Select(small, x, _let(_clamp(x, -_TANH_MAX, _TANH_MAX), rational))
+        size = tirx.Select(x < _f(0.0), _f(0.0) - x, x)
+        return _let(size, lambda t: tirx.Select(t > _f(split), signed(x, far(t)), near(x)))
+
+    def signed(x: Expr, value: Expr) -> Expr:
+        return _let(value, lambda v: tirx.Select(x < _f(0.0), _f(0.0) - v, v))
 
     return _let(x, whole)
 
 
-def _erf(x: Expr) -> Expr:
-    def rational(x: Expr) -> Expr:
-        return _let(x * x, lambda s: x * _poly(s, _ERF_NUMERATOR) / _poly(s, _ERF_DENOMINATOR))
+def _tanh(x: Expr) -> Expr:
+    def near(x: Expr) -> Expr:
+        return _let(x * x, lambda s: _poly(s, _TANH) * s * x + x)
 
-    return _let(x, lambda x: _let(_clamp(x, -_ERF_MAX, _ERF_MAX), rational))
+    def far(t: Expr) -> Expr:
+        t = tirx.Select(t > _f(_TANH_MAX), _f(_TANH_MAX), t)
+        return _f(1.0) - _f(2.0) / (_exp_near(t + t) + _f(1.0))
+
+    return _odd(x, _TANH_SMALL, near, far)
+
+
+def _erf(x: Expr) -> Expr:
+    def near(x: Expr) -> Expr:
+        return _poly(x * x, _ERF) * x + x
+
+    def far(t: Expr) -> Expr:
+        t = tirx.Select(t > _f(_ERF_MAX), _f(_ERF_MAX), t)
+        return _let(t, lambda t: _f(1.0) - _exp_near(_poly(t, _ERF_TAIL) * t - t))
+
+    return _odd(x, _ERF_SMALL, near, far)
 
 
 def _log(x: Expr) -> Expr:

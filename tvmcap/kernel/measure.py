@@ -1,32 +1,29 @@
 """Measure candidates: build them in parallel processes, then check and time them one by one in another.
 
-Nothing that a candidate does, be it a crash, a hang or a wrong result, ends the run: it becomes a failure with a cause.
-Nothing compiles while anything is timed.
+Nothing that a candidate does, be it a crash, a hang or a wrong result, ends the run: it becomes a
+    failure with a cause. Nothing compiles while anything is timed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import selectors
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tvm
 
 from tvmcap.base.errors import TuneError
-from tvmcap.kernel import tasks
+from tvmcap.kernel import process, tasks
+from tvmcap.kernel.process import Worker
 from tvmcap.kernel.tasks import Task
 
 log = logging.getLogger("tvmcap")
@@ -37,10 +34,10 @@ _REFERENCE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One kernel to try: ``func`` itself, or (with ``template``) the kernel that ``knobs`` (JSON text) make of it.
+    """One kernel to try: ``func``, or what a template makes of it with ``knobs`` (JSON text).
 
-    Equal ``name`` means equal code: its library is built once in a run. ``bound`` says that the symbolic extents are
-    numbers already.
+    Equal ``name`` means equal code: its library is built once in a run. ``bound`` says that the
+    symbolic extents are numbers already.
     """
 
     name: str
@@ -52,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Microseconds a call (median, 10th and 90th percentile, number of timings), or why there are none."""
+    """Microseconds a call (median, percentiles, number of timings), or why there are none."""
 
     median_us: float | None = None
     p10_us: float | None = None
@@ -87,100 +84,8 @@ class Workload:
         return tasks.argument_specs(self.task.func, self.task.vars, self.sizes)
 
 
-@dataclass(eq=False)
-class _Worker:
-    """A child process and what it said. ``call`` restarts it where it died or had to be killed."""
-
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    folder: Path
-    served: int = 0
-    _process: subprocess.Popen[bytes] | None = None
-    _errors: Path = field(default=Path())
-
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the process where it does not run."""
-        if self._process is None or self._process.poll() is not None:
-            handle, name = tempfile.mkstemp(suffix=".stderr", dir=self.folder)
-            self._errors = Path(name)
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=handle,
-                env=self.environment,
-                start_new_session=True,
-            )
-            os.close(handle)
-            self.served = 0
-        return self._process
-
-    def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request and return the reply; a crash or a time-out is a reply with an error."""
-        process, what = self.start(), request["op"]
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write((json.dumps(dict(request)) + "\n").encode())
-            process.stdin.flush()
-            line = _read_line(process, time.monotonic() + timeout_s)
-        except BrokenPipeError:
-            line = b""
-        except BaseException:
-            self.stop()
-            raise
-        self.served += 1
-        if line is None:
-            self.stop()
-            return {"error": {"cause": f"{what} timeout", "message": f"killed after {timeout_s:g} s"}}
-        if not line.endswith(b"\n"):
-            return {"error": {"cause": f"{what} crash", "message": self._last_words(process)}}
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        self.stop()
-        code = process.returncode
-        name = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
-        lines = [line for line in self._errors.read_text(errors="replace").splitlines() if line.strip()]
-        return f"the process ended with {name}\n" + "\n".join(lines[-40:])
-
-    def stop(self) -> None:
-        """Kill the process and whatever it started."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass
-        self._process = None
-
-
-def _read_line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-    """Read one reply; None at the deadline, what came so far where the process ended."""
-    assert process.stdout is not None
-    data = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not data.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return None
-            part = os.read(process.stdout.fileno(), 1 << 16)
-            if not part:
-                return data
-            data += part
-    return data
-
-
 class Measurer:
-    """Builds, checks and times candidates for one target; a context manager that owns its processes and files.
+    """Builds, checks and times candidates for one target; owns its processes and files.
 
     Parameters
     ----------
@@ -200,18 +105,24 @@ class Measurer:
         run_timeout_s: float = 30.0,
     ) -> None:
         self.target = target
-        self.time_s, self.build_timeout_s, self.run_timeout_s = time_s, build_timeout_s, run_timeout_s
+        self.time_s, self.build_timeout_s, self.run_timeout_s = (
+            time_s,
+            build_timeout_s,
+            run_timeout_s,
+        )
         self.device = device_of(target)
         if not tvm.device(self.device, 0).exist:
-            raise TuneError(f"no {self.device} device here to measure on; tune on a machine that has one")
+            raise TuneError(
+                f"no {self.device} device here to measure on; tune on a machine that has one"
+            )
         self._target_json = {str(k): _plain(v) for k, v in target.export().items()}
         self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
         self._built: dict[str, dict[str, Any]] = {}
         self._references: dict[Any, str] = {}
-        command, environment = _command(self.device), _environment(target)
+        command, environment = process.command(self.device), process.environment(target)
         count = workers or os.cpu_count() or 1
-        self._builders = [_Worker(command, environment, self._folder) for _ in range(count)]
-        self._runner = _Worker(command, environment, self._folder)
+        self._builders = [Worker(command, environment, self._folder) for _ in range(count)]
+        self._runner = Worker(command, environment, self._folder)
 
     def __enter__(self) -> Measurer:
         """Return itself."""
@@ -229,20 +140,23 @@ class Measurer:
 
     def measure(
         self, workload: Workload, candidates: Sequence[Candidate], limit_us: float | None = None
-    ) -> list[Measurement]:
-        """Measure a batch; one result a candidate, in order. Far slower ones than ``limit_us`` get fewer timings."""
+    ) -> Iterator[Measurement]:
+        """Build a batch, then yield one measurement a candidate, in order, as soon as it is made.
+
+        Candidates far slower than ``limit_us`` get fewer timings.
+        """
         outputs = self._reference(workload)
-        built = self._build(candidates)
-        return [
-            _failed(result) if "error" in result else self._run(workload, candidate, result["path"], outputs, limit_us)
-            for candidate, result in zip(candidates, built, strict=True)
-        ]
+        for candidate, result in zip(candidates, self._build(candidates), strict=True):
+            if "error" in result:
+                yield _failed(result)
+            else:
+                yield self._run(workload, candidate, result["path"], outputs, limit_us)
 
     def _build(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
         new = {c.name: c for c in candidates if c.name not in self._built}
         queue = list(new.values())
 
-        def serve(worker: _Worker) -> None:
+        def serve(worker: Worker) -> None:
             while queue:
                 try:
                     candidate = queue.pop()
@@ -262,7 +176,7 @@ class Measurer:
                 raise
         return [self._built[c.name] for c in candidates]
 
-    def _build_one(self, worker: _Worker, candidate: Candidate) -> dict[str, Any]:
+    def _build_one(self, worker: Worker, candidate: Candidate) -> dict[str, Any]:
         path = str(self._folder / f"kernel{len(self._built)}-{time.monotonic_ns()}.so")
         request = {
             "op": "build",
@@ -291,8 +205,8 @@ class Measurer:
             reply = self._runner.call(request, _REFERENCE_TIMEOUT_S)
             if "error" in reply:
                 raise TuneError(
-                    f"the unscheduled kernel {workload.task.name} at {workload.sizes} cannot be computed, so nothing can "
-                    f"be checked against it: {reply['error']['cause']}\n{reply['error']['message']}"
+                    f"the unscheduled kernel {workload.task.name} at {workload.sizes} cannot be "
+                    f"computed, so nothing can be checked against it: {reply['error']['cause']}\n{reply['error']['message']}"
                 )
             self._references[key] = path
         return self._references[key]
@@ -301,9 +215,18 @@ class Measurer:
         return {"args": [a for a in workload.args if "shape" in a], "seed": workload.seed}
 
     def _run(
-        self, workload: Workload, candidate: Candidate, path: str, outputs: str, limit_us: float | None
+        self,
+        workload: Workload,
+        candidate: Candidate,
+        path: str,
+        outputs: str,
+        limit_us: float | None,
     ) -> Measurement:
-        numbers = [] if candidate.bound else [(i, a["value"]) for i, a in enumerate(workload.args) if "value" in a]
+        numbers = (
+            []
+            if candidate.bound
+            else [(i, a["value"]) for i, a in enumerate(workload.args) if "value" in a]
+        )
         request = {
             **self._inputs(workload),
             "numbers": numbers,
@@ -334,23 +257,15 @@ def template_ref(template: Any) -> str:
     for name, value in vars(module).items():
         if value is template:
             return f"{module.__name__}:{name}"
-    raise TuneError(f"template {template.name!r} must be a variable of {module.__name__}, beside its lower()")
+    raise TuneError(
+        f"template {template.name!r} must be a variable of {module.__name__}, beside its lower()"
+    )
 
 
 def device_of(target: Any) -> str:
     """Name of the device that a target's kernels run on."""
     kind = str(target.kind.name)
     return "cpu" if kind == "llvm" else kind
-
-
-def _command(device: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "tvmcap.kernel.worker", *(["--without-torch"] if device == "cpu" else []))
-
-
-def _environment(target: Any) -> dict[str, str]:
-    threads = str(int(target.attrs.get("num-cores", os.cpu_count() or 1)))
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "TVM_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Tuning records: one checksummed JSON line a measurement, appended safely, read line by line.
 
-A line stands alone: it holds what was measured, on what, with which software, and how it went, so that stores can be
-merged by concatenation and read by anything. A line that cannot be read is counted and left where it is; a record of
-another target, TVM version or template source is kept, counted and not used.
+A line stands alone: it holds what was measured, on what, with which software, and how it went, so
+    that stores can be merged by concatenation and read by anything. A line that cannot be read is
+    counted and left where it is; a record of another target, TVM version or template source is
+    kept, counted and not used.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def digest(data: Any) -> str:
 
 @dataclass(frozen=True)
 class TaskKey:
-    """What records of one task have in common: a workload, and the template (if any) that made its kernels."""
+    """What records of one task have in common: a workload, and the template of its kernels."""
 
     kind: str
     workload_hash: str
@@ -55,13 +56,16 @@ class Record:
 
     Attributes
     ----------
-    kind: ``"template"`` (``knobs`` holds the candidate) or ``"trace"`` (``trace`` does, as MetaSchedule writes it).
+    kind: ``"template"`` (``knobs`` holds the candidate) or ``"trace"`` (``trace`` does, as
+        MetaSchedule writes it).
     workload: what identifies the computation, as JSON data; ``workload_hash`` is its digest.
-    sizes: values of the free extents: ``{"rows": 16}`` for a template, ``{"s0": 16}`` in order for a loop nest.
+    sizes: values of the free extents: ``{"rows": 16}`` for a template, ``{"s0": 16}`` in order for
+        a loop nest.
     target: the fingerprint of the target and machine that measured.
     median_us, p10_us, p90_us: microseconds a call; None where it failed.
     samples: how many timings the median is of.
-    features: what the cost model saw of a template's candidate, so that any later run can learn from the line alone.
+    features: what the cost model saw of a template's candidate, so that any later run can learn
+        from the line alone.
     error: ``{"cause": ..., "message": ...}`` of a failure, else None.
     """
 
@@ -117,7 +121,7 @@ class Record:
 
 @dataclass
 class RecordStore:
-    """The records of one folder. Reading needs no lock; every append takes one and is synced to disk.
+    """The records of one folder. Reading needs no lock; an append takes one and is synced.
 
     Attributes
     ----------
@@ -150,7 +154,9 @@ class RecordStore:
         except FileNotFoundError:
             return
         except OSError as e:
-            raise RecordError(f"cannot read tuning records from {self.path}: {e}; check the folder's rights") from e
+            raise RecordError(
+                f"cannot read tuning records from {self.path}: {e}; check its rights"
+            ) from e
         complete = data.rfind(b"\n") + 1
         self._offset += complete
         for raw in data[:complete].split(b"\n"):
@@ -166,11 +172,14 @@ class RecordStore:
         self.append([])
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write records at the end, whole or not at all as far as readers can see, and sync them to disk."""
+        """Write records at the end as whole lines, and sync them to disk."""
         text = "".join(record.to_line() + "\n" for record in records).encode()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S), self.path.open("ab+") as f:
+            with (
+                FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S),
+                self.path.open("ab+") as f,
+            ):
                 f.seek(0, os.SEEK_END)
                 if f.tell():
                     f.seek(-1, os.SEEK_END)
@@ -180,10 +189,13 @@ class RecordStore:
                 f.flush()
                 os.fsync(f.fileno())
         except Timeout as e:
-            raise RecordError(f"{self.folder} has been locked by another tuner for {_LOCK_TIMEOUT_S:.0f} s") from e
+            raise RecordError(
+                f"{self.folder} has been locked by another tuner for {_LOCK_TIMEOUT_S:.0f} s"
+            ) from e
         except OSError as e:
             raise RecordError(
-                f"cannot write tuning records to {self.folder}: {e.strerror or e}; give log_dir= a folder you can write"
+                f"cannot write tuning records to {self.folder}: {e.strerror or e}; "
+                "give log_dir= a folder you can write"
             ) from e
         self.refresh()
 
@@ -200,41 +212,55 @@ class Stores:
         self.writer.append(records)
 
     def usable(self, target: Any, key: TaskKey | None = None) -> list[Record]:
-        """List records made for this target by this TVM (of one task, where ``key`` is given), failures too."""
+        """List records made for this target by this TVM (of one task, with ``key``), failures too."""
         mine = fingerprint(target)
         return [
             record
             for store in self.stores
             for record in store.records
-            if (key is None or record.key == key) and record.tvm == tvm_version() and same_target(record.target, mine)
+            if (key is None or record.key == key)
+            and record.tvm == tvm_version()
+            and same_target(record.target, mine)
         ]
 
-    def history(self, key: TaskKey, target: Any, sizes: Mapping[str, int] | None = None) -> list[Record]:
-        """List the usable records of a task, at given sizes or at all, in the order they were written."""
+    def history(
+        self, key: TaskKey, target: Any, sizes: Mapping[str, int] | None = None
+    ) -> list[Record]:
+        """List the usable records of a task, at given sizes or at all, as they were written."""
         return [r for r in self.usable(target, key) if sizes is None or r.sizes == dict(sizes)]
 
     def best(self, key: TaskKey, sizes: Mapping[str, int], target: Any) -> Record | None:
-        """Return the fastest right candidate at these sizes; of a candidate measured twice the later time counts."""
+        """Return the fastest candidate at these sizes; of one measured twice the later time counts."""
         latest: dict[str, Record] = {}
         for store in reversed(self.stores):
             for record in store.records:
                 if record.key == key and record.sizes == dict(sizes):
                     latest[record.candidate] = record
         usable = set(map(id, self.history(key, target, sizes)))
-        good = [r for r in latest.values() if id(r) in usable and r.error is None and r.median_us is not None]
+        good = [
+            r
+            for r in latest.values()
+            if id(r) in usable and r.error is None and r.median_us is not None
+        ]
         return min(good, key=lambda r: r.median_us or 0.0, default=None)
 
     def best_by_size(self, key: TaskKey, target: Any) -> list[Record]:
-        """Return the best record at every size measured, smallest sizes first."""
+        """Return the best record at every size measured, smallest sizes first.
+
+        Sizes at which the rule's own kernel (recorded with an empty trace) is the best have none.
+        """
         sizes = {canonical(r.sizes): r.sizes for r in self.history(key, target)}
         found = [self.best(key, size, target) for size in sizes.values()]
-        return sorted((r for r in found if r is not None), key=lambda r: sorted(r.sizes.items()))
+        tuned = [r for r in found if r is not None and r.trace != []]
+        return sorted(tuned, key=lambda r: sorted(r.sizes.items()))
 
-    def stats(self, target: Any, template_hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def stats(
+        self, target: Any, template_hashes: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """Count records by status and failures by cause.
 
-        Statuses: ok, failed, other_target, other_tvm, stale_template (source hash differs from ``template_hashes``),
-        bad_lines.
+        Statuses: ok, failed, other_target, other_tvm, stale_template (source hash differs from
+            ``template_hashes``), bad_lines.
         """
         mine, status, causes = fingerprint(target), Counter[str](), Counter[str]()
         for record in (r for store in self.stores for r in store.records):
@@ -251,7 +277,10 @@ def _status(record: Record, mine: Mapping[str, Any], hashes: Mapping[str, str]) 
         return "other_target"
     if record.tvm != tvm_version():
         return "other_tvm"
-    if record.template is not None and hashes.get(record.template, record.template_hash) != record.template_hash:
+    if (
+        record.template is not None
+        and hashes.get(record.template, record.template_hash) != record.template_hash
+    ):
         return "stale_template"
     return "ok" if record.error is None else "failed"
 
@@ -269,11 +298,16 @@ def folders(config: Config, kind: str) -> tuple[Sequence[Path], Path]:
 def open_stores(config: Config, target: Any) -> Stores:
     """Open ``log_dir``, the user's folder and the shipped logs; the first of the first two is written to.
 
-    Records of other targets in these folders are kept and skipped. Nothing is created until the first append.
+    Records of other targets in these folders are kept and skipped. Nothing is created until the
+    first append.
     """
     read, write = folders(config, target.kind.name)
     stores = {folder: RecordStore(folder) for folder in dict.fromkeys([*read, write])}
     for folder, store in stores.items():
         if store.bad_lines:
-            log.warning("%s: %d lines are no records; kept and not used", folder / FILE_NAME, store.bad_lines)
+            log.warning(
+                "%s: %d lines are no records; kept and not used",
+                folder / FILE_NAME,
+                store.bad_lines,
+            )
     return Stores(tuple(stores.values()), stores[write])

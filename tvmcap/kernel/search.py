@@ -1,17 +1,18 @@
 """Search: which candidates of a task to measure next, one session a task and size.
 
-Both kinds of task run in MetaSchedule's frame (a TuneContext, a search strategy, a cost model): a template's candidates
-are schedules with one annotation, chosen by ``KnobSearch``; loop nests use MetaSchedule's own rules and evolution.
+Both kinds of task run in MetaSchedule's frame (a TuneContext, a search strategy, a cost model): a
+template's candidates are schedules with one annotation, chosen by ``KnobSearch``; loop nests use
+MetaSchedule's own rules and evolution.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import inspect
 import json
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +24,17 @@ from tvm.s_tir.meta_schedule.search_strategy import PySearchStrategy
 
 from tvmcap.kernel import tasks
 from tvmcap.kernel.cost_model import KnobCostModel, RankModel, group_name
-from tvmcap.kernel.database import add_to_database, plain_json
-from tvmcap.kernel.features import annotate, new_schedule, read_knobs, template_features
+from tvmcap.kernel.features import annotate, read_knobs, template_features
 from tvmcap.kernel.fingerprint import fingerprint, tvm_version
 from tvmcap.kernel.measure import Candidate, Measurement, Workload
 from tvmcap.kernel.records import Record, Stores, canonical
 from tvmcap.kernel.tasks import Task
+from tvmcap.kernel.traces import apply_trace as apply_trace
 
 _EXPLORE = 0.2
-_POPULATION = 128
-_GENERATIONS = 3
-_WARMUP = 24
-_MANY = 1 << 20
+
+_quiet = logging.getLogger("tvmcap.metaschedule")
+_quiet.setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,11 @@ class Proposal:
 
 
 class Session:
-    """The search for one task at one size: ``propose`` what to measure, then ``notify`` how it went."""
+    """The search for one task at one size: ``propose`` what to measure, ``notify`` how it went."""
 
-    def __init__(self, task: Task, sizes: dict[str, int], target: Any, stores: Stores, seed: int) -> None:
+    def __init__(
+        self, task: Task, sizes: dict[str, int], target: Any, stores: Stores, seed: int
+    ) -> None:
         self.task, self.target, self.stores, self.seed = task, target, stores, seed
         self.workload = Workload(task, sizes, seed)
         self.record_sizes = task.record_sizes(sizes)
@@ -66,30 +68,28 @@ class Session:
         return self.stores.best(self.task.key, self.record_sizes, self.target)
 
     def propose(self, count: int) -> list[Proposal]:
-        """Return at most ``count`` candidates that were never measured; none when the space is exhausted."""
+        """Return at most ``count`` candidates never measured; none when the space is exhausted."""
         raise NotImplementedError
 
     def repeat(self, records: Sequence[Record]) -> list[Proposal]:
         """Return proposals that measure the candidates of records again."""
         raise NotImplementedError
 
-    def notify(self, proposals: Sequence[Proposal], results: Sequence[Measurement]) -> list[Record]:
-        """Learn from a batch and return its records."""
-        records = [self._record(p, r) for p, r in zip(proposals, results, strict=True)]
-        self.done |= {record.candidate for record in records}
+    def notify(self, proposals: Sequence[Proposal], results: Sequence[Measurement]) -> None:
+        """Learn from a measured batch."""
         known = [(p, r) for p, r in zip(proposals, results, strict=True) if p.measured is not None]
         if known:
             measured = [p.measured for p, _ in known]
             outcomes = [_runner_result(r) for _, r in known]
             self._learn(measured, outcomes)
-        return records
 
     def _learn(self, measured: list[Any], outcomes: list[Any]) -> None:
         raise NotImplementedError
 
-    def _record(self, proposal: Proposal, result: Measurement) -> Record:
+    def record(self, proposal: Proposal, result: Measurement) -> Record:
+        """Write a measurement down as a record; its candidate counts as measured from now on."""
         key = self.task.key
-        return Record(
+        record = Record(
             kind=key.kind,
             workload=self.task.workload,
             workload_hash=key.workload_hash,
@@ -109,6 +109,8 @@ class Session:
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             features=proposal.features,
         )
+        self.done.add(record.candidate)
+        return record
 
 
 def _runner_result(result: Measurement) -> Any:
@@ -118,8 +120,8 @@ def _runner_result(result: Measurement) -> Any:
 
 
 @derived_object
-class KnobSearch(PySearchStrategy):
-    """MetaSchedule's search strategy over a template's knobs: ``choose`` returns the schedules of the next batch."""
+class KnobSearch(PySearchStrategy):  # type: ignore[misc]
+    """MetaSchedule's search strategy over knobs: ``choose`` returns the next schedules."""
 
     def __init__(self, choose: Callable[[], list[Any]], args_info: Any) -> None:
         super().__init__()
@@ -128,7 +130,14 @@ class KnobSearch(PySearchStrategy):
     def _initialize_with_tune_context(self, context: Any) -> None:
         pass
 
-    def pre_tuning(self, max_trials: int, num_trials_per_iter: int, design_spaces: Any, database: Any, cost_model: Any) -> None:
+    def pre_tuning(
+        self,
+        max_trials: int,
+        num_trials_per_iter: int,
+        design_spaces: Any,
+        database: Any,
+        cost_model: Any,
+    ) -> None:
         """Need nothing: records decide what was measured."""
 
     def post_tuning(self) -> None:
@@ -148,10 +157,16 @@ class KnobSearch(PySearchStrategy):
 
 
 class TemplateSession(Session):
-    """Enumerates a template's space: the defaults first, then batches ranked by the model with a share drawn at random."""
+    """Enumerates a space: the defaults first, then as the model ranks, a share at random."""
 
     def __init__(
-        self, task: Task, sizes: dict[str, int], target: Any, stores: Stores, seed: int, model: RankModel
+        self,
+        task: Task,
+        sizes: dict[str, int],
+        target: Any,
+        stores: Stores,
+        seed: int,
+        model: RankModel,
     ) -> None:
         super().__init__(task, sizes, target, stores, seed)
         self.template, self.model = task.template, model
@@ -167,13 +182,24 @@ class TemplateSession(Session):
         self._texts = [task.template.knobs_to_json(k) for k in self._points]
         self._rng = np.random.default_rng(seed)
         self._count = 0
-        self._context = _context(self.bound, target, self.name, seed, annotate, KnobSearch(self._choose, _args_info(self.bound)))
+        self._context = new_context(
+            self.bound,
+            target,
+            self.name,
+            seed,
+            None,
+            KnobSearch(self._choose, _args_info(self.bound)),
+        )
         group = group_name(task.workload_hash, self.record_sizes)
-        self._cost_model = KnobCostModel(model, task.template, target, {self.name: (group, self.problem)})
+        self._cost_model = KnobCostModel(
+            model, task.template, target, {self.name: (group, self.problem)}
+        )
 
     def _choose(self) -> list[Any]:
-        """Return schedules of the next candidates: unmeasured defaults, then by score, some at random."""
-        left = [i for i, text in enumerate(self._texts) if canonical(json.loads(text)) not in self.done]
+        """Return schedules of the next candidates: defaults, then by score, some at random."""
+        left = [
+            i for i, text in enumerate(self._texts) if canonical(json.loads(text)) not in self.done
+        ]
         chosen = [i for i in left if i < len(self._first)][: self._count]
         rest = [i for i in left if i not in set(chosen)]
         room = min(self._count - len(chosen), len(rest))
@@ -194,127 +220,56 @@ class TemplateSession(Session):
 
     def repeat(self, records: Sequence[Record]) -> list[Proposal]:
         """Return proposals for recorded knobs."""
-        texts = [self.template.knobs_to_json(self.template.knobs_from_json(canonical(r.knobs))) for r in records]
+        texts = [
+            self.template.knobs_to_json(self.template.knobs_from_json(canonical(r.knobs)))
+            for r in records
+        ]
         return [self._proposal(text, None) for text in texts]
 
     def _proposal(self, text: str, measured: Any) -> Proposal:
-        row = template_features(self.template, self.problem, [self.template.knobs_from_json(text)], self.target)[0]
-        candidate = Candidate(f"{self.task.workload_hash} {text}", self.task.func, self.template, text)
-        return Proposal(candidate, measured, knobs=json.loads(text), features=[round(float(x), 6) for x in row])
+        row = template_features(
+            self.template, self.problem, [self.template.knobs_from_json(text)], self.target
+        )[0]
+        candidate = Candidate(
+            f"{self.task.workload_hash} {text}", self.task.func, self.template, text
+        )
+        return Proposal(
+            candidate, measured, knobs=json.loads(text), features=[round(float(x), 6) for x in row]
+        )
 
     def _learn(self, measured: list[Any], outcomes: list[Any]) -> None:
         self._context.notify_runner_results(measured, outcomes)
         self._cost_model.update(self._context, measured, outcomes)
 
 
-class LoopNestSession(Session):
-    """MetaSchedule's evolutionary search with its own rules, at a static size."""
-
-    def __init__(
-        self,
-        task: Task,
-        sizes: dict[str, int],
-        target: Any,
-        stores: Stores,
-        seed: int,
-        fallback: Callable[[Any, Any], Any] | None = None,
-    ) -> None:
-        super().__init__(task, sizes, target, stores, seed)
-        self._fallback = None if fallback is None or "[]" in self.done else fallback(self.bound, target)
-        self._waiting: list[Proposal] = []
-        self._database = ms.database.MemoryDatabase()
-        for record in stores.history(task.key, target, self.record_sizes):
-            add_to_database(self._database, record, self.bound, target)
-        strategy = ms.search_strategy.EvolutionarySearch(population_size=_POPULATION, genetic_num_iters=_GENERATIONS)
-        self._context = _context(self.bound, target, self.name, seed, "post-order-apply", strategy)
-        self._cost_model = ms.cost_model.XGBModel(num_warmup_samples=_WARMUP, num_tuning_cores=1)
-        self._started = False
-
-    def propose(self, count: int) -> list[Proposal]:
-        """Return the fallback's kernel first (its trace is empty), then the search strategy's batches."""
-        first: list[Proposal] = []
-        if self._fallback is not None:
-            first.append(Proposal(self._candidate("fallback", self._fallback), None, trace=[]))
-            self._fallback, count = None, count - 1
-        if count > 0:
-            with _numpy_seed(self.seed):
-                if not self._started:
-                    spaces = self._context.generate_design_space()
-                    self._context.pre_tuning(_MANY, count, spaces, self._database, self._cost_model)
-                    self._started = True
-                batch = self._waiting or self._generate()
-            self._waiting = batch[count:]
-            first += batch[:count]
-        return first
-
-    def _generate(self) -> list[Proposal]:
-        found: list[Proposal] = []
-        for measured in self._context.generate_measure_candidates() or []:
-            trace = plain_json(measured.sch.trace.as_json())
-            if canonical(trace) not in self.done:
-                candidate = self._candidate(canonical(trace), measured.sch.mod["main"])
-                found.append(Proposal(candidate, measured, trace=trace))
-        return found
-
-    def repeat(self, records: Sequence[Record]) -> list[Proposal]:
-        """Return proposals for recorded traces."""
-        return [p for r in records if r.trace and (p := self._again(r.trace)) is not None]
-
-    def _again(self, trace: list[Any]) -> Proposal | None:
-        sch = new_schedule(self.bound)
-        tvm.s_tir.schedule.Trace.apply_json_to_schedule(trace, sch)
-        return Proposal(self._candidate(canonical(trace), sch.mod["main"]), None, trace=trace)
-
-    def _candidate(self, name: str, func: Any) -> Candidate:
-        return Candidate(f"{self.task.workload_hash} {canonical(self.record_sizes)} {name}", func, bound=True)
-
-    def _learn(self, measured: list[Any], outcomes: list[Any]) -> None:
-        with _numpy_seed(self.seed):
-            self._context.notify_runner_results(measured, outcomes)
-            self._cost_model.update(self._context, measured, outcomes)
-        workload = self._database.commit_workload(self._context.mod)
-        for candidate, outcome in zip(measured, outcomes, strict=True):
-            record = ms.database.TuningRecord(
-                candidate.sch.trace, workload, outcome.run_secs, self.target, candidate.args_info
-            )
-            self._database.commit_tuning_record(record)
-
-
 def _args_info(func: Any) -> Any:
     return ms.arg_info.ArgInfo.from_prim_func(func)
 
 
-def _context(func: Any, target: Any, name: str, seed: int, space: Any, strategy: Any) -> Any:
+def new_context(func: Any, target: Any, name: str, seed: int, space: Any, strategy: Any) -> Any:
+    """Return a TuneContext; ``space`` names MetaSchedule's generator, None for a template."""
     import_tensor_intrinsics()
-    if callable(space):
-        space = ms.space_generator.ScheduleFn(lambda sch: sch, sch_rules=[], postprocs=[], mutator_probs={})
+    if space is None:
+        space = ms.space_generator.ScheduleFn(
+            lambda sch: sch, sch_rules=[], postprocs=[], mutator_probs={}
+        )
     return ms.TuneContext(
         tvm.IRModule({"main": func.with_attr("global_symbol", "main")}),
         target=target,
         space_generator=space,
         search_strategy=strategy,
         task_name=name,
+        logger=_quiet,
         rand_state=seed % (2**31 - 2) + 1,
         num_threads=1,
     )
 
 
-@contextlib.contextmanager
-def _numpy_seed(seed: int) -> Iterator[None]:
-    """MetaSchedule's model draws its warm-up scores from numpy's global generator: seed it, then put it back."""
-    state = np.random.get_state()
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        np.random.set_state(state)
-
-
 def import_tensor_intrinsics() -> None:
     """Import what a TuneContext needs, fast.
 
-    TVMScript reads the source of every frame of the stack for every intrinsic, which takes 20 s where torch is
-    imported; frames without source serve it as well.
+    TVMScript reads the source of every frame of the stack for every intrinsic, which takes 20 s
+    where torch is imported; frames without source serve it as well.
     """
     name = "tvm.s_tir.tensor_intrin"
     if name in sys.modules:
@@ -324,7 +279,9 @@ def import_tensor_intrinsics() -> None:
         frames, frame = [], inspect.currentframe()
         while frame is not None and (frame := frame.f_back) is not None:
             code = frame.f_code
-            frames.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+            frames.append(
+                inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None)
+            )
         return frames
 
     original, inspect.stack = inspect.stack, light_stack

@@ -60,17 +60,21 @@ class Task:
         return self.key.workload_hash
 
     def sizes(self, override: Mapping[str, Sequence[int]] | None = None) -> list[dict[str, int]]:
-        """List the representative values of the symbolic extents, by name; ``[{}]`` where all is static.
+        """List representative values of the symbolic extents, by name; ``[{}]`` where all is static.
 
-        ``override`` gives the values of some by name. Several extents take their values side by side, not as a product.
+        ``override`` gives the values of some by name. Several extents take their values side by
+        side, not as a product.
         """
         columns = [list((override or {}).get(v.name) or _representative(v)) for v in self.vars]
         length = max((len(c) for c in columns), default=1)
-        rows = [{v.name: c[min(i, len(c) - 1)] for v, c in zip(self.vars, columns, strict=True)} for i in range(length)]
+        rows = [
+            {v.name: c[min(i, len(c) - 1)] for v, c in zip(self.vars, columns, strict=True)}
+            for i in range(length)
+        ]
         return list({tuple(r.items()): r for r in rows}.values())
 
     def record_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes as records hold them: ``{"rows": n}`` for a template, ``{"s0": n, ...}`` for a loop nest."""
+        """Return the sizes as records hold them: ``{"rows": n}``, or ``{"s0": n}`` for a loop nest."""
         if self.template is not None:
             return {"rows": evaluate(self.problem.rows, self.vars, sizes)}
         return {f"s{i}": int(sizes[v.name]) for i, v in enumerate(self.vars)}
@@ -137,7 +141,7 @@ def size_vars(func: Any) -> list[Any]:
 
 
 def written(func: Any) -> list[int]:
-    """Indices, among the tensor arguments, of those that the function writes."""
+    """Return which tensor arguments, by index among those, the function writes."""
     stored: list[Any] = []
     tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda s: stored.append(s.buffer)))
     tensors = [p for p in func.params if is_tensor(p)]
@@ -155,8 +159,10 @@ def _has_reduction(func: Any) -> bool:
     return found
 
 
-def argument_specs(func: Any, size_vars: Sequence[SizeVar], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Describe the arguments at given sizes: ``{"shape", "dtype"}`` a tensor, ``{"value", "dtype"}`` a number."""
+def argument_specs(
+    func: Any, size_vars: Sequence[SizeVar], sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Describe the arguments: ``{"shape", "dtype"}`` a tensor, ``{"value", "dtype"}`` a number."""
     specs: list[dict[str, Any]] = []
     for p in func.params:
         if is_tensor(p):
@@ -210,13 +216,17 @@ def extract(mod: Any, target: Any, find: Find) -> list[Task]:
     return [task for task in found.values() if _worth(task)]
 
 
-def make_task(func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]] | None = None) -> Task:
+def make_task(
+    func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]] | None = None
+) -> Task:
     """Return the task of one PrimFunc; ``bounds`` gives (min, max) of its symbolic extents by name."""
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
     return _task(name, func, target, find, bounds or {})
 
 
-def _task(name: str, func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]]) -> Task:
+def _task(
+    name: str, func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]]
+) -> Task:
     free = tuple(SizeVar(v.name, v, *bounds.get(v.name, (1, None))) for v in size_vars(func))
     pair = find(func, target)
     if pair is None:
@@ -259,13 +269,18 @@ def _bounds(mod: Any) -> dict[str, tuple[int, int | None]]:
     for func in mod.functions.values():
         if not isinstance(func, relax.Function) or not func.attrs:
             continue
-        low, high = ({str(k): int(v) for k, v in func.attrs.get(f"tir_var_{side}_bound", {}).items()} for side in ("lower", "upper"))
+        low, high = (
+            {str(k): int(v) for k, v in func.attrs.get(f"tir_var_{side}_bound", {}).items()}
+            for side in ("lower", "upper")
+        )
         for name in {*low, *high}:
             bounds[name] = (low.get(name, 1), high.get(name))
     return bounds
 
 
-def _own_bounds(func: Any, args: list[Any], bounds: Mapping[str, tuple[int, int | None]]) -> dict[str, tuple[int, int | None]]:
+def _own_bounds(
+    func: Any, args: list[Any], bounds: Mapping[str, tuple[int, int | None]]
+) -> dict[str, tuple[int, int | None]]:
     """Carry the bounds of the caller's variables to the callee's, which may be named otherwise."""
     own = dict(bounds)
     for param, arg in zip([p for p in func.params if is_tensor(p)], args, strict=False):

@@ -47,6 +47,7 @@ class Template:
     features: ``(problem, knobs, target)`` to a float32 array of shape (number of knobs, number of features).
     feature_names: one name a column of ``features``.
     variants: several kernels of one library may split the range of ``problem.rows``.
+    ranges: the defaults of a symbolic ``problem.rows`` as (largest rows or None, knobs); None: ``default`` for all.
     modules: names of the modules whose source, with that of ``lower``, decides what a setting means.
     """
 
@@ -59,6 +60,7 @@ class Template:
     features: Callable[[Any, Sequence[Any], Any], np.ndarray[Any, np.dtype[np.float32]]]
     feature_names: tuple[str, ...]
     variants: bool = False
+    ranges: Callable[[Any, Any], list[tuple[int | None, Any]]] | None = None
     modules: tuple[str, ...] = ()
 
     def knobs_to_json(self, knobs: Any) -> str:

@@ -9,15 +9,16 @@ from typing import Any
 
 import tvm
 
+from tvmcap.kernel import intrinsics
 from tvmcap.kernel.features import new_schedule
 
 log = logging.getLogger("tvmcap")
 
-_TILE = "SamplePerfectTile"
+_TILES = ("SamplePerfectTile", "SamplePartitionedTile")
 
 
 def open_splits(trace: Sequence[Any]) -> list[Any]:
-    """Return the trace with every sampled tiling made a number, and the outermost factor of every split left open.
+    """Return the trace with tilings as numbers, and the outermost factor of each split open.
 
     An open factor fits any extent: a loop that the inner factors do not divide gets a guard.
     """
@@ -27,7 +28,7 @@ def open_splits(trace: Sequence[Any]) -> list[Any]:
     kept: list[Any] = []
     kept_decisions: list[Any] = []
     for index, (name, inputs, attrs, outputs) in enumerate(instructions):
-        if name == _TILE:
+        if name in _TILES:
             sampled.update(zip(outputs, chosen[index], strict=True))
             continue
         if index in chosen:
@@ -40,11 +41,12 @@ def open_splits(trace: Sequence[Any]) -> list[Any]:
 
 
 def apply_trace(func: Any, trace: Any, target: Any) -> Any:
-    """Schedule a PrimFunc, symbolic or static, by a trace (JSON data or text) tuned at a static size.
+    """Schedule a PrimFunc, symbolic or static, by a trace (JSON data or text) of a static size.
 
-    Returns the scheduled PrimFunc (a copy), or None where the trace does not apply: it is empty, names blocks that are
-    not there, or leaves a loop on a GPU unbound. What is returned computes the same for every size: each step is a
-    transformation that TVM proves or refuses.
+    Returns the scheduled PrimFunc (a copy), or None where the trace does not apply: it is empty
+    (the record of a rule), names blocks that are not there, or needs a step that TVM refuses for
+    the symbolic sizes. What is returned computes
+    the same for every size: each step is a transformation that TVM proves.
     """
     data = json.loads(trace) if isinstance(trace, str) else trace
     if not data:
@@ -57,5 +59,11 @@ def apply_trace(func: Any, trace: Any, target: Any) -> Any:
         log.debug("a trace does not apply: %s", e)
         return None
     scheduled = sch.mod["main"].with_attr("tirx.is_scheduled", True)
+    if target.kind.name == "llvm":
+        scheduled = intrinsics.expand(scheduled)
     name = func.attrs.get("global_symbol")
-    return scheduled.without_attr("global_symbol") if name is None else scheduled.with_attr("global_symbol", name)
+    return (
+        scheduled.without_attr("global_symbol")
+        if name is None
+        else scheduled.with_attr("global_symbol", name)
+    )

@@ -1,8 +1,8 @@
 """The process that builds or runs candidates: ``python -m tvmcap.kernel.worker``.
 
-One JSON request a line on standard input, one JSON reply a line on standard output. Candidates may crash or hang, so
-nothing of the tuner lives here; the parent kills and restarts it at will. Whatever else is written to standard output
-goes to standard error instead.
+One JSON request a line on standard input, one JSON reply a line on standard output. Candidates may
+crash or hang, so nothing of the tuner lives here; the parent kills and restarts it at will.
+Whatever else is written to standard output goes to standard error instead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 if "--without-torch" in sys.argv:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi imports it where it can; seconds a start
+    # tvm_ffi imports torch where it can, which costs seconds a start
+    sys.modules["torch"] = None  # type: ignore[assignment]
 
 import numpy as np
 import tvm
 
-from tvmcap.kernel import check
+from tvmcap.kernel import check, intrinsics
 
 _LARGEST_COPIES = 4
 _CACHE_BYTES = 64 << 20
@@ -49,14 +50,15 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
     target = tvm.target.Target(request["target"])
     func = tvm.ir.load_json(request["func"])
     if request["template"] is not None:
-        stage = "lower"
         try:
             template = _find_template(request["template"])
             problem = template.match(func, target)
             func = template.lower(func, problem, template.knobs_from_json(request["knobs"]), target)
         except Exception as e:
-            return _failure(stage, e)
+            return _failure("lower", e)
     try:
+        if target.kind.name == "llvm":
+            func = intrinsics.expand(func)
         compile_to(func, target, request["path"])
     except Exception as e:
         return _failure("compile", e)
@@ -74,7 +76,7 @@ def reference(request: dict[str, Any]) -> dict[str, Any]:
     device.sync()
     outputs = {str(i): check.to_numpy(tensors[i]) for i in request["written"]}
     with Path(request["outputs"]).open("wb") as f:
-        np.savez(f, **outputs)  # type: ignore[arg-type]
+        np.savez(f, **outputs)
     os.remove(library)
     return {}
 
@@ -103,7 +105,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return _failure("run", e)
     if _kept.get("outputs_of") != request["outputs"]:
         with np.load(request["outputs"]) as saved:
-            _kept.update(outputs_of=request["outputs"], outputs={int(k): saved[k] for k in saved.files})
+            _kept.update(
+                outputs_of=request["outputs"], outputs={int(k): saved[k] for k in saved.files}
+            )
     for i, expected in _kept["outputs"].items():
         wrong = check.mismatch(check.to_numpy(tensors[i]), expected, request["args"][i]["dtype"])
         if wrong is not None:
@@ -111,7 +115,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     if not request["time_s"]:
         return {"us": []}
     size = sum(x.nbytes for x in inputs)
-    copies = min(_LARGEST_COPIES, max(1, math.ceil(_CACHE_BYTES / max(size, 1)))) if size > _CACHE_BYTES // 16 else 1
+    copies = (
+        min(_LARGEST_COPIES, max(1, math.ceil(_CACHE_BYTES / max(size, 1))))
+        if size > _CACHE_BYTES // 16
+        else 1
+    )
     sets = [tensors] + [check.to_device(inputs, device) for _ in range(copies - 1)]
     sets = [_with_numbers(s, request["numbers"]) for s in sets]
     return {"us": _time(main, sets, device.sync, request["time_s"], request["limit_us"])}
@@ -124,8 +132,10 @@ def _with_numbers(tensors: list[Any], numbers: list[list[int]]) -> list[Any]:
     return args
 
 
-def _time(main: Any, sets: list[Any], sync: Callable[[], None], time_s: float, limit_us: float | None) -> list[float]:
-    """Microseconds a call, several samples; fewer where the candidate is far slower than ``limit_us``."""
+def _time(
+    main: Any, sets: list[Any], sync: Callable[[], None], time_s: float, limit_us: float | None
+) -> list[float]:
+    """Sample microseconds a call; fewer samples where it is far slower than ``limit_us``."""
 
     def sample(number: int) -> float:
         start = time.perf_counter()
@@ -157,7 +167,7 @@ def main() -> None:
     _die_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    operations = {"build": build, "reference": reference, "run": run, "ping": lambda _: {}}
+    operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"build": build, "reference": reference, "run": run, "ping": lambda _: {}}
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,4 +1,4 @@
-"""Memory plan: `main` writes into tensors that its caller owns, and intermediates share one arena."""
+"""Memory plan: `main` writes into tensors that its caller owns, and intermediates share storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvm.sym import Analyzer
 from tvmcap.base.errors import ContractError
 
 ALIGN = 64
-"""Bytes: every tensor of the arena starts at a multiple of this (a cache line; 128-bit loads and TMA need 16)."""
+"""Bytes: sizes of storage are multiples of this (a cache line; 128-bit loads and TMA need 16)."""
 
 
 @dataclass
@@ -25,12 +25,22 @@ class Slot:
     unit: tuple[Any, ...]
     start: int
     end: int
-    offset: int = 0
+    storage: int = 0
 
-    @property
-    def key(self) -> str:
-        """Name of the arena: tensors that grow with the same symbolic factor share one."""
-        return " * ".join(map(str, self.unit))
+
+@dataclass
+class Storage:
+    """One allocation that slots of the same symbolic factor share in turn; its size is that of its largest slot."""
+
+    size: int
+    unit: tuple[Any, ...]
+    slots: list[Slot]
+
+    def takes(self, slot: Slot) -> bool:
+        """Whether a slot grows with the same factor and is never alive beside another of this storage."""
+        return unit_text(self.unit) == unit_text(slot.unit) and all(
+            s.end < slot.start or slot.end < s.start for s in self.slots
+        )
 
 
 @dataclass
@@ -47,38 +57,39 @@ def plan(mod: tvm.IRModule) -> tvm.IRModule:
     """Ensures main(inputs..., outputs...) calls kernels in destination-passing form and every intermediate has storage.
 
     Expects main in call_tir form whose outputs are distinct kernel outputs or views of them (``graph.fuse`` sees to it).
-    The planned bytes stand in the attribute ``tvmcap.arenas``: {symbolic factor ("" for none): bytes per unit}.
+    The planned bytes stand in the attribute ``tvmcap.storage``: {symbolic factor ("" for none): bytes per unit}.
     """
     for step in (relax.transform.ToNonDataflow(), relax.transform.RemovePurityChecking()):
         mod = step(mod)
     main = mod["main"]
     outputs = _outputs(main)
     program, owned = _read_with_outputs(mod, main, outputs)
-    arenas = assign([slot for root, slot in program.slots.items() if root not in owned])
-    planned, gvar = _write(mod, main, program, outputs, owned, arenas), mod.get_global_var("main")
+    storages = assign([slot for root, slot in program.slots.items() if root not in owned])
+    planned, gvar = _write(mod, main, program, outputs, owned, storages), mod.get_global_var("main")
+    totals: dict[str, int] = {}
+    for storage in storages:
+        totals[unit_text(storage.unit)] = totals.get(unit_text(storage.unit), 0) + storage.size
     result = tvm.IRModule({**dict(mod.functions.items()), gvar: planned}, attrs=mod.attrs)
-    return relax.transform.DeadCodeElimination(["main"])(result).with_attr("tvmcap.arenas", arenas)
+    return relax.transform.DeadCodeElimination(["main"])(result).with_attr("tvmcap.storage", totals)
 
 
-def assign(slots: Sequence[Slot]) -> dict[str, int]:
-    """Give each slot an offset: largest first, at the lowest place free during its life. Returns bytes an arena."""
-    arenas: dict[str, int] = {}
-    placed: list[Slot] = []
+def assign(slots: Sequence[Slot]) -> list[Storage]:
+    """Share storage greedily, largest slot first ("greedy by size", Pisarchyk and Lee, arXiv 2001.03288).
+
+    Tensors start at offset 0 of their storage: TVM's kernels refuse another one.
+    """
+    storages: list[Storage] = []
     for slot in sorted(slots, key=lambda s: (-s.size, s.start)):
-        busy = sorted(
-            (p.offset, p.offset + p.size)
-            for p in placed
-            if p.key == slot.key and p.start <= slot.end and slot.start <= p.end
-        )
-        offset = 0
-        for low, high in busy:
-            if offset + slot.size <= low:
-                break
-            offset = max(offset, high)
-        slot.offset = offset
-        placed.append(slot)
-        arenas[slot.key] = max(arenas.get(slot.key, 0), offset + slot.size)
-    return arenas
+        slot.storage = next((i for i, s in enumerate(storages) if s.takes(slot)), len(storages))
+        if slot.storage == len(storages):
+            storages.append(Storage(slot.size, slot.unit, []))
+        storages[slot.storage].slots.append(slot)
+    return storages
+
+
+def unit_text(unit: tuple[Any, ...]) -> str:
+    """Write symbolic factors as a size expression; "" where there are none."""
+    return " * ".join(f"({factor})" for factor in unit)
 
 
 def measure(shape: Sequence[Any], dtype: str) -> tuple[int, tuple[Any, ...]]:
@@ -166,14 +177,18 @@ def _viewed(mod: tvm.IRModule, value: Any) -> Any:
 
 
 def _write(
-    mod: tvm.IRModule, main: Any, program: _Program, outputs: list[Any], owned: dict[Any, int], arenas: dict[str, int]
+    mod: tvm.IRModule,
+    main: Any,
+    program: _Program,
+    outputs: list[Any],
+    owned: dict[Any, int],
+    storages: list[Storage],
 ) -> Any:
-    """Emit main anew: outputs as parameters, one arena a symbolic factor, one call a kernel."""
+    """Emit main anew: outputs as parameters, shared storage, one call a kernel."""
     builder = relax.BlockBuilder()
     params = [relax.Var(f"out{i}", var.ty) for i, var in enumerate(outputs)]
-    units = {slot.key: slot.unit for slot in program.slots.values()}
     with builder.function("main", [*main.params, *params], attrs=dict(main.attrs or {}), private=False):
-        storage = {key: builder.emit(_storage(size, units[key])) for key, size in arenas.items()}
+        allocated = [builder.emit(_storage(s.size, s.unit)) for s in storages]
         env: dict[Any, Any] = {}
         owned_vars = {var: i for i, var in enumerate(outputs)}
 
@@ -190,11 +205,8 @@ def _write(
                 param = params[owned[root]]
                 same = tvm_ffi.structural_equal(param.ty.shape, out.shape)
                 return param if same else builder.emit(relax.op.reshape(param, out.shape))
-            slot = program.slots[root]
-            offset = relax.prim_value(_scaled(slot.offset, slot.unit))
-            return builder.emit(
-                relax.op.memory.alloc_tensor(storage[slot.key], offset, out.shape, str(out.dtype))
-            )
+            home = allocated[program.slots[root].storage]
+            return builder.emit(relax.op.memory.alloc_tensor(home, 0, out.shape, str(out.dtype)))
 
         def view(var: Any) -> Any:
             source = value_of(program.views[var])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +21,27 @@ class Plan:
     ----------
     dims: the value of each symbolic dimension.
     shapes, strides: of the outputs, strides in elements.
+    input_bytes, output_bytes: size of each tensor.
     zero: some tensor has no elements.
     skip: no output has elements, so that there is nothing to run.
+    recipe: how the framework of the call makes the outputs.
     """
 
     dims: Mapping[str, int]
     shapes: tuple[Shape, ...]
     strides: tuple[Shape, ...]
+    input_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
     zero: bool
     skip: bool
+    recipe: tuple[Any, ...] = ()
 
 
-def make_plan(signature: Signature, shapes: Sequence[Shape]) -> Plan:
-    """Check input shapes against the signature; raises InputError for the first that does not fit."""
+def make_plan(signature: Signature, shapes: Sequence[Shape], itemsize: Callable[[str], int]) -> Plan:
+    """Check input shapes against the signature; raises InputError for the first that does not fit.
+
+    ``itemsize`` tells the bytes of an element of a dtype.
+    """
     dims: dict[str, int] = {}
     origin: dict[str, str] = {}
     for spec, shape in zip(signature.inputs, shapes, strict=True):
@@ -47,9 +55,15 @@ def make_plan(signature: Signature, shapes: Sequence[Shape]) -> Plan:
         dims=dims,
         shapes=outputs,
         strides=tuple(_strides(shape) for shape in outputs),
+        input_bytes=_sizes(signature.inputs, shapes, itemsize),
+        output_bytes=_sizes(signature.outputs, outputs, itemsize),
         zero=any(empty) or any(0 in shape for shape in shapes),
         skip=all(empty),
     )
+
+
+def _sizes(specs: Sequence[TensorSpec], shapes: Sequence[Shape], itemsize: Callable[[str], int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape) * itemsize(spec.dtype) for spec, shape in zip(specs, shapes, strict=True))
 
 
 def _bind(spec: TensorSpec, shape: Shape, dims: dict[str, int], origin: dict[str, str]) -> None:

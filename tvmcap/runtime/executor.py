@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,11 @@ class Executor:
         check_machine(self.manifest, device)
         self._library = Library(self.path, self.manifest, device)
         self._weights = self._library.weights
-        self._run: _CpuRunner | _CudaRunner
-        if self.manifest.target["kind"] == "cuda":
-            self._run = _CudaRunner(self._library)
-        else:
-            self._run = _CpuRunner(self._library)
+        cuda = self.manifest.target["kind"] == "cuda"
+        self._machine = _CudaMachine(self._library) if cuda else _CpuMachine(self._library)
         self._copies = Copies()
         self._frameworks: dict[type, Any] = {}
-        self._plans: dict[tuple[Shape, ...], Plan] = {}
+        self._plans: dict[tuple[type, tuple[Shape, ...]], Plan] = {}
         self._plain = is_plain(self.signature)
         self._count = len(self.signature.arg_names)
         self._single = self.signature.out_tree["kind"] == "leaf"
@@ -73,27 +70,32 @@ class Executor:
         if out is None:
             results, targets = framework.outputs(plan)
         else:
-            results = flatten_outputs(self.signature, out)
+            results = [out] if self._single else flatten_outputs(self.signature, out)
             targets = framework.check_out(results, plan)
-            self._check_overlap(values, targets)
+            _check_overlap(values, targets, plan)
         if plan.zero:
-            if plan.skip:
-                return unflatten(self.signature.out_tree, results)
             values, targets = self._compact(values), self._compact(targets)
-        try:
-            self._run([*values, *self._weights, *targets])
-        except Exception as e:
-            raise self._failure(plan, e) from e
+        if not plan.skip:
+            try:
+                self._machine.run(*values, *self._weights, *targets)
+            except Exception as e:
+                raise self._failure(plan, e) from e
         return results[0] if self._single else unflatten(self.signature.out_tree, results)
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Plan]:
-        if self._plain and not kwargs and len(args) == self._count:
-            leaves = args
-        else:
-            leaves = flatten_call(self.signature, args, kwargs)
-        framework = self._frameworks.get(type(leaves[0]) if leaves else type(None)) or self._framework_for(leaves)
-        values, shapes = framework.inputs(leaves)
-        return framework, values, self._plans.get(shapes) or self._make_plan(shapes)
+        """Return the framework of a call, the tensors to pass, and what follows from their shapes."""
+        if kwargs or not self._plain or len(args) != self._count:
+            args = flatten_call(self.signature, args, kwargs)
+        kind = type(args[0]) if args else type(None)
+        framework = self._frameworks.get(kind) or self._framework_for(args)
+        values, shapes = framework.inputs(args)
+        plan = self._plans.get((kind, shapes))
+        if plan is None:
+            plan = self._make_plan(framework, shapes)
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[kind, shapes] = plan
+        return framework, values, plan
 
     def _framework_for(self, leaves: Sequence[Any]) -> Any:
         """Choose by the first tensor; a call without tensors gets torch's where torch is in use, else NumPy's."""
@@ -111,12 +113,9 @@ class Executor:
             self._frameworks[kind] = framework
         return framework
 
-    def _make_plan(self, shapes: tuple[Shape, ...]) -> Plan:
-        plan = make_plan(self.signature, shapes)
-        if len(self._plans) >= _PLANS_KEPT:
-            self._plans.clear()
-        self._plans[shapes] = plan
-        return plan
+    def _make_plan(self, framework: Any, shapes: tuple[Shape, ...]) -> Plan:
+        plan = make_plan(self.signature, shapes, lambda dtype: int(ffi().dtype(dtype).itemsize))
+        return replace(plan, recipe=framework.recipe(plan))
 
     def _compact(self, tensors: Sequence[Any]) -> list[Any]:
         """Replace tensors without elements, whose strides the kernels would refuse."""
@@ -127,13 +126,6 @@ class Executor:
                 tensor = empty(tuple(tensor.shape), dtype, self._library.device)
             compact.append(tensor)
         return compact
-
-    def _check_overlap(self, values: Sequence[Any], targets: Sequence[Any]) -> None:
-        spans = [_span(tensor) for tensor in (*values, *targets)]
-        for position, (start, end) in enumerate(spans[len(values) :], len(values)):
-            for other_start, other_end in spans[:position]:
-                if start < other_end and other_start < end:
-                    raise InputError("out: expected memory of its own, got memory shared with an input or another output")
 
     def _failure(self, plan: Plan, error: Exception) -> Exception:
         if plan.zero:
@@ -147,12 +139,12 @@ class Executor:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
         framework, values, plan = self._bind(args, kwargs)
         targets = framework.outputs(plan)[1]
+        if plan.skip:
+            return Trace((), 0)
         if plan.zero:
-            if plan.skip:
-                return Trace((), 0)
             values, targets = self._compact(values), self._compact(targets)
         try:
-            return self._run.trace([*values, *self._weights, *targets])
+            return self._machine.trace(*values, *self._weights, *targets)
         except Exception as e:
             raise self._failure(plan, e) from e
 
@@ -163,33 +155,33 @@ class Executor:
     def peak_bytes(self, *args: Any, **kwargs: Any) -> int:
         """Run one call and return the peak of intermediates alive at once, and the outputs, in bytes."""
         _, _, plan = self._bind(args, kwargs)
-        outputs = zip(plan.shapes, self.signature.outputs, strict=True)
-        size: int = sum(math.prod(shape) * ffi().dtype(spec.dtype).itemsize for shape, spec in outputs)
-        return self.trace(*args, **kwargs).intermediate_bytes + size
+        return self.trace(*args, **kwargs).intermediate_bytes + sum(plan.output_bytes)
 
 
-def _span(tensor: Any) -> tuple[int, int]:
-    view = ffi().from_dlpack(tensor)
-    return view.data_ptr(), view.data_ptr() + view.numel() * view.dtype.itemsize
+def _check_overlap(values: Sequence[Any], targets: Sequence[Any], plan: Plan) -> None:
+    """Refuse results that share memory with an argument or each other: kernels read while they write."""
+    taken = [(value.data_ptr(), size) for value, size in zip(values, plan.input_bytes, strict=True)]
+    for target, size in zip(targets, plan.output_bytes, strict=True):
+        start = target.data_ptr()
+        if any(start < other + other_size and other < start + size for other, other_size in taken):
+            raise InputError("out: expected memory of its own, got memory shared with an argument or another output")
+        taken.append((start, size))
 
 
-class _CpuRunner(threading.local):
+class _CpuMachine(threading.local):
     """A virtual machine and a thread pool for each thread that calls; the code and the weights are shared."""
 
     def __init__(self, library: Library) -> None:
         configure_threads()
         self._library = library
-        self._main = library.new_vm()["main"]
+        self.run = library.new_vm()["main"]
 
-    def __call__(self, tensors: list[Any]) -> None:
-        self._main(*tensors)
-
-    def trace(self, tensors: list[Any]) -> Trace:
+    def trace(self, *tensors: Any) -> Trace:
         vm = self._library.new_vm()
         return trace_call(vm, lambda: vm["main"](*tensors))
 
 
-class _CudaRunner:
+class _CudaMachine:
     """One virtual machine (each would keep its own copy of the weights), on the caller's stream, a call at a time."""
 
     _last_stream: dict[int, Any] = {}  # noqa: RUF012  (TVM's pool of device memory is one a process)
@@ -200,7 +192,7 @@ class _CudaRunner:
         self._vm = library.new_vm()
         self._main = self._vm["main"]
 
-    def __call__(self, tensors: list[Any]) -> None:
+    def run(self, *tensors: Any) -> None:
         torch = sys.modules.get("torch")
         with self._lock:
             if torch is None:
@@ -219,6 +211,6 @@ class _CudaRunner:
             stream.wait_stream(last)
         self._last_stream[index] = stream
 
-    def trace(self, tensors: list[Any]) -> Trace:
+    def trace(self, *tensors: Any) -> Trace:
         with self._lock:
-            return trace_call(self._vm, lambda: self(tensors))
+            return trace_call(self._vm, lambda: self.run(*tensors))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,14 +52,17 @@ class TorchTensors:
         self._torch = torch
         self._copies = copies
         self._device = torch.device(device.type, device.index) if device.type != "cpu" else torch.device("cpu")
-        self._inputs = [(spec, getattr(torch, spec.dtype)) for spec in signature.inputs]
+        self._specs = signature.inputs
+        self._dtypes = [getattr(torch, spec.dtype) for spec in signature.inputs]
         self._outputs = [(spec, getattr(torch, spec.dtype)) for spec in signature.outputs]
+        self._makers = [torch.empty(0, dtype=dtype, device=self._device).new_empty_strided for _, dtype in self._outputs]
 
     def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
         """Return the tensors to pass, and their shapes."""
         types, device = self.types, self._device
         values, shapes = [], []
-        for x, (spec, dtype) in zip(leaves, self._inputs, strict=True):
+        for position, dtype in enumerate(self._dtypes):
+            x = leaves[position]
             try:
                 usable = (
                     type(x) in types
@@ -72,9 +74,10 @@ class TorchTensors:
                 )
             except RuntimeError:  # no storage: sparse, or inside a functorch transform
                 usable = False
-            tensor = x if usable else self._adopt(x, spec, dtype)
-            values.append(tensor)
-            shapes.append(tensor.shape)
+            if not usable:
+                x = self._adopt(x, self._specs[position], dtype)
+            values.append(x)
+            shapes.append(x.shape)
         return values, tuple(shapes)
 
     def _adopt(self, x: Any, spec: TensorSpec, dtype: Any) -> Any:
@@ -110,12 +113,12 @@ class TorchTensors:
 
     def outputs(self, plan: Plan) -> tuple[list[Any], list[Any]]:
         """Return new results, and the same as what the kernels write to."""
-        make, device = self._torch.empty_strided, self._device
-        results = [
-            make(shape, strides, dtype=dtype, device=device)
-            for shape, strides, (_, dtype) in zip(plan.shapes, plan.strides, self._outputs, strict=True)
-        ]
+        results = [make(shape, strides) for make, shape, strides in plan.recipe]
         return results, results
+
+    def recipe(self, plan: Plan) -> tuple[Any, ...]:
+        """Return what ``outputs`` needs: a function, shape and strides an output."""
+        return tuple(zip(self._makers, plan.shapes, plan.strides, strict=True))
 
     def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
         """Check the caller's results, and return them as what the kernels write to."""
@@ -152,7 +155,9 @@ class NumpyTensors:
         self._copies = copies
         self._device = device
         self._view = ffi().get_global_func("runtime.TVMTensorCreateView")
-        self._inputs = [(spec, self._dtype(spec)) for spec in signature.inputs]
+        self._import = ffi().from_dlpack
+        self._specs = signature.inputs
+        self._dtypes = [self._dtype(spec) for spec in signature.inputs]
         self._outputs = [(spec, self._dtype(spec)) for spec in signature.outputs]
 
     def _dtype(self, spec: TensorSpec) -> Any:
@@ -167,21 +172,19 @@ class NumpyTensors:
 
     def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
         """Return the arrays as tensors to pass, and their shapes."""
-        types, import_tensor = self.types, ffi().from_dlpack
+        types, import_tensor = self.types, self._import
         values, shapes = [], []
-        for x, (spec, dtype) in zip(leaves, self._inputs, strict=True):
-            tensor = None
+        for position, dtype in enumerate(self._dtypes):
+            x, tensor = leaves[position], None
             if type(x) in types and x.dtype is dtype and x.flags.c_contiguous:
                 try:
                     tensor = import_tensor(x)
                 except BufferError:  # read-only, or a dtype that NumPy does not export
                     tensor = None
             if tensor is None or tensor.data_ptr() & _MISALIGNED:
-                tensor = self._adopt(x, spec, dtype)
-                shapes.append(tuple(tensor.shape))
-            else:
-                shapes.append(x.shape)
+                tensor = x = self._adopt(x, self._specs[position], dtype)
             values.append(tensor)
+            shapes.append(x.shape)
         return values, tuple(shapes)
 
     def _adopt(self, x: Any, spec: TensorSpec, dtype: Any) -> Any:
@@ -202,7 +205,7 @@ class NumpyTensors:
         return self._wrap(x, spec.dtype)
 
     def _copy(self, x: Any) -> Any:
-        copy = self._empty(x.shape, x.dtype)
+        copy = self._empty(x.shape, x.dtype, x.nbytes)
         copy[...] = x
         return copy
 
@@ -213,24 +216,29 @@ class NumpyTensors:
         source = ffi().from_dlpack(source) if x.nbytes else empty((0,), "uint8", self._device)
         return self._view(source, x.shape, ffi().dtype(dtype), 0)
 
-    def _empty(self, shape: Shape, dtype: Any) -> Any:
-        """Return a new array, on a cache line's boundary where it is longer than a few."""
-        np, size = self._np, math.prod(shape) * dtype.itemsize
+    def _empty(self, shape: Shape, dtype: Any, size: int) -> Any:
+        """Return a new array of ``size`` bytes, on a cache line's boundary where it is longer than a few."""
+        np = self._np
         if size < 16 * _CACHE_LINE:
             return np.empty(shape, dtype)
         memory = np.empty(size + _CACHE_LINE, np.uint8)
-        start = -ffi().from_dlpack(memory).data_ptr() % _CACHE_LINE
+        start = -self._import(memory).data_ptr() % _CACHE_LINE
         return memory[start : start + size].view(dtype).reshape(shape)
 
     def outputs(self, plan: Plan) -> tuple[list[Any], list[Any]]:
         """Return new results, and tensors on their memory for the kernels to write to."""
-        import_tensor = ffi().from_dlpack
-        results, targets = [], []
-        for shape, (spec, dtype) in zip(plan.shapes, self._outputs, strict=True):
-            result = self._empty(shape, dtype)
-            results.append(result)
-            targets.append(import_tensor(result) if dtype.kind != "V" else self._wrap(result, spec.dtype))
+        results = [self._empty(shape, dtype, size) for shape, dtype, size, _ in plan.recipe]
+        targets = [
+            self._import(result) if foreign is None else self._wrap(result, foreign)
+            for result, (_, _, _, foreign) in zip(results, plan.recipe, strict=True)
+        ]
         return results, targets
+
+    def recipe(self, plan: Plan) -> tuple[Any, ...]:
+        """Return what ``outputs`` needs: shape, dtype, bytes, and the name of a dtype that is not NumPy's own."""
+        foreign = [None if dtype.isbuiltin == 1 else spec.dtype for spec, dtype in self._outputs]
+        dtypes = [dtype for _, dtype in self._outputs]
+        return tuple(zip(plan.shapes, dtypes, plan.output_bytes, foreign, strict=True))
 
     def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
         """Check the caller's results, and return tensors on their memory."""
@@ -268,9 +276,12 @@ class DLPackTensors:
 
     def outputs(self, plan: Plan) -> tuple[list[Any], list[Any]]:
         """Return new tensors, twice."""
-        specs = zip(plan.shapes, self._signature.outputs, strict=True)
-        results = [empty(shape, spec.dtype, self._device) for shape, spec in specs]
+        results = [empty(shape, dtype, self._device) for shape, dtype in plan.recipe]
         return results, results
+
+    def recipe(self, plan: Plan) -> tuple[Any, ...]:
+        """Return what ``outputs`` needs: shape and dtype an output."""
+        return tuple(zip(plan.shapes, [spec.dtype for spec in self._signature.outputs], strict=True))
 
     def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
         """Check the caller's results, and return them as tvm_ffi tensors."""

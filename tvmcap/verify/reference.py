@@ -38,7 +38,7 @@ def reference_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     return torch.float32 if floats and max(floats) <= 2 else torch.float64
 
 
-class HighPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HighPrecision(TorchDispatchMode):  # type: ignore[misc]
     """Runs every operator in ``dtype``; operators that refuse it run as written, and are counted.
 
     Attributes
@@ -47,7 +47,7 @@ class HighPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtype = dtype
         self.kept: dict[str, int] = {}
 
@@ -78,7 +78,7 @@ class HighPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tree_map(self.widen, result)
 
 
-class _WideFunctions(TorchFunctionMode):
+class _WideFunctions(TorchFunctionMode):  # type: ignore[misc]
     """Widens at the level of ``torch.nn.functional``, whose checks want equal dtypes."""
 
     def __init__(self, widen: Callable[[Any], Any]) -> None:
@@ -162,7 +162,7 @@ def parts_needed(leaves: Sequence[torch.Tensor], outputs: Sequence[Any]) -> int:
     """Parts to compute in, so that an estimate of the reference's memory stays within half."""
     count = sum(t.numel() for t in leaves) + sum(int(np.prod(o.shape)) for o in outputs)
     device = leaves[0].device if leaves else torch.device("cpu")
-    return max(1, -(-_LIVE_FACTOR * 8 * count // max(1, free_bytes(device) // 2)))
+    return max(1, -(-_LIVE_FACTOR * 8 * int(count) // max(1, free_bytes(device) // 2)))
 
 
 def in_parts(

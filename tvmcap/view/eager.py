@@ -1,4 +1,4 @@
-"""What eager PyTorch launches for one call: its operators, and the bytes that each reads and writes."""
+"""What eager PyTorch launches for one call: its operators, with the bytes they read and write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tvmcap.base.score import KernelScore
 
 #: Operators that launch nothing though their schema shows no alias.
-_FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty", "alias")
+_FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")
 
 
 @dataclass
@@ -36,9 +36,9 @@ class EagerTraffic:
         return self.activations / self.outputs if self.outputs else 0.0
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counter(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, weights: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.weights, self.traffic = weights, EagerTraffic()
 
     def __torch_dispatch__(

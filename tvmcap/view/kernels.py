@@ -89,7 +89,7 @@ class _Walker:
         self.numbers: dict[Any, int] = {}
         params, inputs = list(self.main.params), signature.inputs
         outputs = len(signature.outputs)
-        planned = len(params) >= len(inputs) + outputs and params[-1].name.startswith("out")
+        planned = "tvmcap.outputs" in (self.main.attrs or {})
         end = len(params) - outputs if planned else len(params)
         flags = zip(params, weight_like(signature), strict=False)
         self.roles = {p: "weight" if w else "activation" for p, w in flags}

@@ -112,6 +112,11 @@ def itemsize(dtype: str) -> int:
     return 1 if bits is None else max(1, int(bits[0]) // 8)
 
 
+def served_by(coverage: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Name what scheduled each kernel, from a manifest's coverage."""
+    return {str(task["task"]): str(task.get("served_by", task.get("by", ""))) for task in coverage}
+
+
 def weight_like(signature: Signature) -> list[bool]:
     """Tell for each input whether it is a weight: constant while the activations' sizes vary.
 

@@ -1,0 +1,65 @@
+"""The calling convention: JSON, nested structures, arithmetic on sizes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.libs import chain_signature, pair_signature
+from tvmcap.base.errors import LibraryError
+from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
+
+
+@pytest.mark.parametrize("signature", [chain_signature(maximum=7), pair_signature()])
+def test_json_round_trip(signature: Signature) -> None:
+    assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
+
+
+@pytest.mark.parametrize("missing", ["inputs", "outputs", "dims", "in_tree", "out_tree", "arg_names"])
+def test_a_missing_field_is_an_error(missing: str) -> None:
+    data = chain_signature().to_json()
+    del data[missing]
+    with pytest.raises(LibraryError, match=missing):
+        Signature.from_json(data)
+
+
+def test_a_field_of_another_kind_is_an_error() -> None:
+    data = chain_signature().to_json()
+    data["inputs"] = [17]
+    with pytest.raises(LibraryError, match="malformed"):
+        Signature.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("size", "value"),
+    [(7, 7), ("B", 5), ("B*4 + 1", 21), ("(B + T) // 2", 7), ("B % 3", 2), ("max(B, T) - min(B, T)", 5), ("-B + T", 5)],
+)
+def test_sizes(size: int | str, value: int) -> None:
+    assert evaluate(size, {"B": 5, "T": 10}) == value
+
+
+@pytest.mark.parametrize("size", ["C", "B.__class__", "__import__('os')", "B**9", "B if B else 1", "B[0]", "", "B//0", "'B'"])
+def test_what_is_no_arithmetic_is_refused(size: str) -> None:
+    with pytest.raises(LibraryError, match="cannot evaluate"):
+        evaluate(size, {"B": 5})
+
+
+def test_flatten_is_the_inverse_of_unflatten() -> None:
+    tree = pair_signature().out_tree
+    nested = {"sum": 1, "parts": (2, 3)}
+    assert flatten(tree, nested) == [1, 2, 3]
+    assert unflatten(tree, [1, 2, 3]) == nested
+
+
+def test_flatten_follows_indices_and_keeps_lists() -> None:
+    leaf = [{"kind": "leaf", "index": i} for i in (1, 0)]
+    tree = {"kind": "list", "items": [*leaf, {"kind": "const", "value": None}]}
+    assert flatten(tree, ["second", "first", None]) == ["first", "second"]
+    assert unflatten(tree, ["first", "second"]) == ["second", "first", None]
+
+
+def test_a_signature_is_a_value() -> None:
+    assert chain_signature() == chain_signature()
+    assert replace(chain_signature(), arg_names=("x", "weight")) != chain_signature()

@@ -1,0 +1,313 @@
+"""bisect: name the pass, and the operator, that first takes a result outside its error budget.
+
+The module after each pass runs through TVM's own plain lowering on the inputs that fail, so the
+first module that fails names the pass. The program is then cut off after an operator, compiled
+whole, and the cut moved by halves until the first operator that fails is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import tvm
+from tvm import relax
+
+from tvmcap import pipeline
+from tvmcap.base.codegen import make_target
+from tvmcap.base.config import Config, make_config
+from tvmcap.base.errors import TvmcapError
+from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
+from tvmcap.capture.export import Captured, capture
+from tvmcap.kernel import fallback
+from tvmcap.kernel.records import open_stores
+from tvmcap.library import lower
+from tvmcap.verify.check import Subject, check_set, example_leaves
+from tvmcap.verify.inputs import InputSet, draw, plan_inputs
+from tvmcap.verify.result import Check
+
+log = logging.getLogger("tvmcap")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator that fails first: its name in the exported graph, what it is, and its source."""
+
+    name: str
+    target: str
+    line: str
+
+
+@dataclass(frozen=True)
+class BisectReport:
+    """What bisection found.
+
+    Attributes
+    ----------
+    ok: the whole chain is within budget on every input set, so there is nothing to find.
+    stages: (pass, check) of the module after each pass, up to the first that fails.
+    culprit: the pass that fails first; "capture" for the module as it was imported.
+    operator: the first operator that fails, or None where no cut-off program fails by itself.
+    """
+
+    ok: bool
+    stages: tuple[tuple[str, Check], ...] = ()
+    culprit: str | None = None
+    operator: Operator | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        stages = [{"pass": name, **check.to_json()} for name, check in self.stages]
+        found = None if self.operator is None else asdict(self.operator)
+        return {"ok": self.ok, "culprit": self.culprit, "operator": found, "stages": stages}
+
+    def __str__(self) -> str:
+        """Say what was found, and show the stages."""
+        if self.ok:
+            return "every pass is within the error budget"
+        lines = [f"pass {self.culprit!r} is the first outside the error budget"]
+        if self.operator is None:
+            lines.append("no operator fails by itself at these sizes; it takes the whole program")
+        else:
+            where = f", {self.operator.line}" if self.operator.line else ""
+            lines.append(f"operator {self.operator.target} ({self.operator.name}){where}")
+        lines += [f"  {'pass' if c.ok else 'FAIL'}  {name}: {c}" for name, c in self.stages]
+        if self.culprit in pipeline.OPTIONAL:
+            lines.append(f"to go around it: disable=({self.culprit!r},)")
+        return "\n".join(lines)
+
+
+def bisect(
+    fn: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    config: Config | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> BisectReport:
+    """Find the pass and the operator of ``fn`` that first exceed the error budget.
+
+    Parameters are those of ``build``; ``progress`` is called with what is being tried.
+    Raises what capture and the passes raise.
+    """
+    config = make_config(config, **options)
+    say = progress or (lambda what: None)
+    target = make_target(config.target)
+    say("capture")
+    captured = capture(fn, args, kwargs, config)
+    stages = _stages(captured, target, config)
+    say("the whole chain")
+    chosen = _failing(captured, stages[-1][1], target, config)
+    if chosen is None:
+        return BisectReport(True)
+    found: list[tuple[str, Check]] = []
+    for name, mod in stages:
+        say(f"after pass {name}")
+        found.append((name, _check(captured, mod, target, chosen)))
+        if not found[-1][1].ok:
+            break
+    culprit = found[-1][0]
+    return BisectReport(False, tuple(found), culprit, _operator(captured, chosen, config, say))
+
+
+def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, tvm.IRModule]]:
+    """Return the module after capture and after every pass."""
+    stores = open_stores(config, target)
+
+    def lookup(task: Any) -> Any:
+        return [] if config.tune == "none" else stores.best_by_size(task.key, target)
+
+    trace = pipeline.Trace()
+    passes = [*pipeline.front(target), *pipeline.back(target, lookup, trace)]
+    stages = [("capture", captured.mod)]
+    for step in passes:
+        if step[0] not in config.disable:
+            mod = pipeline.run(stages[-1][1], [step], target, replace(config, dump=None), trace)
+            stages.append((step[0], mod))
+    return stages
+
+
+def _subject(captured: Captured, mod: tvm.IRModule, target: Any) -> Subject:
+    device = torch.device("cuda" if target.kind.name == "cuda" else "cpu")
+    example = example_leaves(captured)
+    home = example[0].device if example else device
+    keywords = tuple(captured.kwargs)
+    ours = runner(mod, captured.signature, target)
+    return Subject(captured.signature, ours, captured.eager, device, home, example, keywords)
+
+
+def _check(captured: Captured, mod: tvm.IRModule, target: Any, chosen: InputSet) -> Check:
+    return check_set(_subject(captured, mod, target), chosen)
+
+
+def _failing(captured: Captured, mod: tvm.IRModule, target: Any, config: Config) -> InputSet | None:
+    """Return the first set of inputs on which the whole chain fails."""
+    subject = _subject(captured, mod, target)
+    for chosen in plan_inputs(captured.signature, subject.example, seed=config.seed):
+        if not check_set(subject, chosen).ok:
+            return chosen
+    return None
+
+
+def runner(mod: tvm.IRModule, signature: Signature, target: Any) -> Callable[..., Any]:
+    """Compile a module of any stage without passes of ours; returns its callable."""
+    planned = "tvmcap.outputs" in (mod["main"].attrs or {})
+    executable = lower.lower(mod, target) if planned else plain(mod, target)
+    cuda = target.kind.name == "cuda"
+    main = relax.VirtualMachine(executable, tvm.cuda(0) if cuda else tvm.cpu())["main"]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = flatten(signature.in_tree, (*args, *kwargs.values()))
+        if not planned:
+            result = main(*leaves)
+            outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+            return unflatten(signature.out_tree, outputs)
+        sizes = _bind(signature, leaves)
+        device = "cuda" if cuda else "cpu"
+        outputs = [
+            torch.empty(
+                [evaluate(s, sizes) for s in o.shape], dtype=getattr(torch, o.dtype), device=device
+            )
+            for o in signature.outputs
+        ]
+        main(*leaves, *outputs)
+        return unflatten(signature.out_tree, outputs)
+
+    return call
+
+
+def _bind(signature: Signature, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for spec, leaf in zip(signature.inputs, leaves, strict=True):
+        named = zip(spec.shape, leaf.shape, strict=True)
+        sizes.update({s: int(n) for s, n in named if isinstance(s, str)})
+    return sizes
+
+
+def plain(mod: tvm.IRModule, target: Any) -> Any:
+    """Lower with TVM's passes alone: operators to loops as they come, one allocation a tensor."""
+    t = relax.transform
+    with target, tvm.transform.PassContext(opt_level=3):
+        mod = t.LegalizeOps()(mod)
+        if target.kind.name == "cuda":
+            mod = _schedule(mod, target)
+        for step in (
+            t.ToNonDataflow(),
+            t.RemovePurityChecking(),
+            t.CallTIRRewrite(),
+            t.LowerAllocTensor(),
+            t.KillAfterLastUse(),
+            t.LowerRuntimeBuiltin(),
+            t.ComputePrimValue(),
+            t.VMShapeLower(),
+            t.AttachGlobalSymbol(),
+        ):
+            mod = step(mod)
+        return relax.build(mod, target, relax_pipeline=None)
+
+
+def _schedule(mod: tvm.IRModule, target: Any) -> tvm.IRModule:
+    """Bind loops to threads, without which nothing runs on a GPU."""
+    functions = dict(mod.functions.items())
+    for gvar, func in functions.items():
+        loose = isinstance(func, tvm.tirx.PrimFunc) and "tirx.is_scheduled" not in func.attrs
+        functions[gvar] = fallback.schedule(func, target)[0] if loose else func
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _operator(
+    captured: Captured, chosen: InputSet, config: Config, say: Progress
+) -> Operator | None:
+    """Cut the program off after an operator, and halve the range of the first failure."""
+    leaves = draw(captured.signature, chosen, example_leaves(captured))
+    program = Cut.of(captured, leaves)
+    first, last = 0, len(program.nodes) - 1
+    if last < 0 or not _cut_fails(program, last, chosen, config):
+        return None
+    while first < last:
+        middle = (first + last) // 2
+        say(f"operator {program.nodes[middle].name}")
+        if _cut_fails(program, middle, chosen, config):
+            last = middle
+        else:
+            first = middle + 1
+    return program.describe(last)
+
+
+def _cut_fails(program: Cut, index: int, chosen: InputSet, config: Config) -> bool:
+    """Compile the program cut off after node ``index``, at fixed sizes, and compare."""
+    fn = program.until(index)
+    fixed = replace(config, dynamic=None, constants=(), dump=None)
+    try:
+        captured = capture(fn, program.leaves, None, fixed)
+        target = make_target(config.target)
+        mod = _stages(captured, target, fixed)[-1][1]
+        return not _check(captured, mod, target, InputSet(chosen.kind, {}, chosen.seed)).ok
+    except TvmcapError as e:
+        log.debug("bisect: %s cannot be cut off: %s", program.nodes[index].name, e)
+        return False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An exported program on flat inputs, and its nodes that are float tensors, in order."""
+
+    graph: torch.fx.GraphModule
+    leaves: list[torch.Tensor]
+    nodes: list[torch.fx.Node]
+
+    @staticmethod
+    def of(captured: Captured, leaves: list[torch.Tensor]) -> Cut:
+        """Export ``captured.eager`` at the sizes of ``leaves``."""
+        signature, keywords = captured.signature, tuple(captured.kwargs)
+
+        class Flat(torch.nn.Module):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                if isinstance(captured.eager, torch.nn.Module):
+                    self.fn = captured.eager
+
+            def forward(self, *tensors: torch.Tensor) -> list[Any]:
+                values = unflatten(signature.in_tree, list(tensors))
+                count = len(values) - len(keywords)
+                named = dict(zip(keywords, values[count:], strict=True))
+                return flatten(signature.out_tree, captured.eager(*values[:count], **named))
+
+        with torch.no_grad():
+            graph: Any = torch.export.export(Flat().eval(), tuple(leaves)).module()
+        nodes = [n for n in graph.graph.nodes if n.op == "call_function" and _is_value(n)]
+        return Cut(graph, leaves, nodes)
+
+    def until(self, index: int) -> torch.fx.GraphModule:
+        """Return the program that stops after node ``index`` and returns its value."""
+        copy: Any = torch.fx.Graph()
+        kept: dict[Any, Any] = {}
+        for node in self.graph.graph.nodes:
+            kept[node] = copy.node_copy(node, lambda n: kept[n])
+            if node is self.nodes[index]:
+                copy.output(kept[node])
+                break
+        copy.eliminate_dead_code()
+        module = torch.fx.GraphModule(self.graph, copy)
+        return module.eval()
+
+    def describe(self, index: int) -> Operator:
+        """Name the operator and the last line of its source."""
+        node = self.nodes[index]
+        trace = [s.strip() for s in str(node.meta.get("stack_trace") or "").splitlines()]
+        files = [i for i, s in enumerate(trace) if s.startswith("File ")]
+        line = " ".join(trace[files[-1] : files[-1] + 2]) if files else ""
+        return Operator(node.name, str(node.target), line)
+
+
+def _is_value(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return floats and node.target is not operator.getitem

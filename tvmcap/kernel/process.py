@@ -1,0 +1,133 @@
+"""Child processes that build and run candidates, and survive what candidates do to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(eq=False)
+class Worker:
+    """A child process and what it said. ``call`` restarts it where it died or had to be killed."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    folder: Path
+    served: int = 0
+    _process: subprocess.Popen[bytes] | None = None
+    _errors: Path = field(default=Path())
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process where it does not run."""
+        if self._process is None or self._process.poll() is not None:
+            handle, name = tempfile.mkstemp(suffix=".stderr", dir=self.folder)
+            self._errors = Path(name)
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=handle,
+                env=self.environment,
+                start_new_session=True,
+            )
+            os.close(handle)
+            self.served = 0
+        return self._process
+
+    def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request and return the reply; a crash or a time-out is a reply with an error."""
+        process, what = self.start(), request["op"]
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write((json.dumps(dict(request)) + "\n").encode())
+            process.stdin.flush()
+            line = _read_line(process, time.monotonic() + timeout_s)
+        except BrokenPipeError:
+            line = b""
+        except BaseException:
+            self.stop()
+            raise
+        self.served += 1
+        if line is None:
+            self.stop()
+            return {
+                "error": {"cause": f"{what} timeout", "message": f"killed after {timeout_s:g} s"}
+            }
+        if not line.endswith(b"\n"):
+            return {"error": {"cause": f"{what} crash", "message": self._last_words(process)}}
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
+        self.stop()
+        code = process.returncode
+        name = (
+            signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+        )
+        lines = [
+            line for line in self._errors.read_text(errors="replace").splitlines() if line.strip()
+        ]
+        return f"the process ended with {name}\n" + "\n".join(lines[-40:])
+
+    def stop(self) -> None:
+        """Kill the process and whatever it started."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._process = None
+
+
+def _read_line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
+    """Read one reply; None at the deadline, what came so far where the process ended."""
+    assert process.stdout is not None
+    data = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not data.endswith(b"\n"):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return None
+            part = os.read(process.stdout.fileno(), 1 << 16)
+            if not part:
+                return data
+            data += part
+    return data
+
+
+def command(device: str) -> tuple[str, ...]:
+    """Return the command line of a worker for kernels of a device."""
+    return (
+        sys.executable,
+        "-m",
+        "tvmcap.kernel.worker",
+        *(["--without-torch"] if device == "cpu" else []),
+    )
+
+
+def environment(target: Any) -> dict[str, str]:
+    """Return the environment of a worker: the path of imports, and the threads of the target."""
+    threads = str(int(target.attrs.get("num-cores", os.cpu_count() or 1)))
+    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TVM_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": threads,
+    }

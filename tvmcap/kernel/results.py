@@ -1,0 +1,82 @@
+"""What a tuning run tells while it runs and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What is told while tuning runs; ``tvmcap.view.progress`` shows it."""
+
+    def start(self, trials: int) -> None:
+        """Tell that tuning begins, with at most so many trials."""
+
+    def update(
+        self, task: str, best_us: float | None, trials: int, failures: int, left_s: float | None
+    ) -> None:
+        """Tell that a candidate of ``task`` was measured; counts are of the whole run."""
+
+    def finish(self) -> None:
+        """Tell that tuning ended, however it did."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What tuning did for one task at one size.
+
+    ``before_us`` is the best kernel known before the run (else the default's), ``after_us`` the
+    best one after it.
+    """
+
+    name: str
+    before_us: float | None
+    after_us: float | None
+    trials: int
+    candidate: str | None
+
+
+@dataclass(frozen=True)
+class TuneRun:
+    """What a tuning run did.
+
+    Attributes
+    ----------
+    results: one a task and size.
+    trials: candidates measured; ``failures`` counts those that failed, by cause.
+    seconds: duration; ``log``: the file of records.
+    curve: (trials so far, task, its best microseconds), one a batch.
+    stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try) or ``"interrupted"``.
+    """
+
+    results: tuple[TaskResult, ...]
+    trials: int
+    failures: Mapping[str, int]
+    seconds: float
+    log: str
+    curve: tuple[tuple[int, str, float], ...]
+    stopped: str
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user stopped the run."""
+        return self.stopped == "interrupted"
+
+    def __str__(self) -> str:
+        """Return a table for people."""
+        width = max([len(r.name) for r in self.results], default=4)
+        lines = [f"{'task':{width}}  {'before':>10}  {'after':>10}  {'gain':>6}  trials"]
+        for r in self.results:
+            gain = f"{r.before_us / r.after_us:.2f}x" if r.before_us and r.after_us else "-"
+            times = f"{_us(r.before_us):>10}  {_us(r.after_us):>10}"
+            lines.append(f"{r.name:{width}}  {times}  {gain:>6}  {r.trials:6}")
+        failed = ", ".join(f"{n} {cause}" for cause, n in sorted(self.failures.items())) or "none"
+        spent = f"{self.trials} trials in {self.seconds:.0f} s (stopped: {self.stopped})"
+        lines.append(f"{spent}; failures: {failed}")
+        lines.append(f"records: {self.log}")
+        return "\n".join(lines)
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} us"

@@ -1,0 +1,267 @@
+"""A tuning run: which session measures next, until trials, seconds or candidates are used up."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvmcap.base.config import Config
+from tvmcap.base.errors import TuneError
+from tvmcap.kernel import fallback, tasks
+from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel.loop_search import LoopNestSession
+from tvmcap.kernel.measure import Measurement, Measurer
+from tvmcap.kernel.records import Record, Stores
+from tvmcap.kernel.results import Progress, TaskResult, TuneRun
+from tvmcap.kernel.search import Proposal, Session, TemplateSession
+
+logger = logging.getLogger("tvmcap")
+
+DEFAULT_TRIALS = 64
+_LARGEST_BATCH = {"template": 8, "trace": 16}
+_SMALLEST_BATCH = 4
+_CONFIRMED = 3
+_OPTIMISM = 0.3
+
+
+@dataclass(eq=False)
+class Entry:
+    """A session with its share of the work; ``before`` is the candidate it is compared with."""
+
+    session: Session
+    weight: float
+    batch: int
+    before: str | None
+    trials: int = 0
+    batches: int = 0
+    gain: float = 1.0
+    exhausted: bool = False
+
+    @property
+    def priority(self) -> float:
+        """Weight times what the last batch gained, with hope for what was tried little."""
+        return self.weight * (self.gain + _OPTIMISM / math.sqrt(1 + self.batches))
+
+
+@dataclass(eq=False)
+class Run:
+    """One tuning run: sessions, what they may use up, and what came of it."""
+
+    config: Config
+    target: Any
+    stores: Stores
+    progress: Progress | None
+    entries: list[Entry] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    curve: list[tuple[int, str, float]] = field(default_factory=list)
+    trials: int = 0
+    stopped: str = "exhausted"
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def limit(self) -> int:
+        """Trials in all."""
+        return self.config.tune if isinstance(self.config.tune, int) else DEFAULT_TRIALS
+
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        elapsed = time.monotonic() - self.start
+        return math.inf if self.config.budget_s is None else self.config.budget_s - elapsed
+
+    def search(self, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None) -> None:
+        """Measure until the trials, the seconds or the candidates are used up."""
+        if self.progress is not None:
+            self.progress.start(self.limit)
+        try:
+            with Measurer(self.target, workers=self.config.workers) as measurer:
+                self.entries = self._open(found, sizes)
+                while (entry := self._next()) is not None:
+                    self._batch(measurer, entry)
+                self._confirm(measurer)
+        except KeyboardInterrupt:
+            self.stopped = "interrupted"
+            logger.warning(
+                "tuning interrupted after %d trials; what was found is kept", self.trials
+            )
+        finally:
+            if self.progress is not None:
+                self.progress.finish()
+
+    def _open(
+        self, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
+    ) -> list[Entry]:
+        models: dict[str, RankModel] = {}
+        known = self.stores.usable(self.target)
+        entries: list[Entry] = []
+        for task in found:
+            chosen = task.sizes(sizes)
+            flops, nbytes = tasks.work(task, chosen[-1])
+            for at in chosen:
+                session = self._session(task, at, models, known)
+                best = session.best()
+                weight = task.count * max(flops, 4 * nbytes) / len(chosen)
+                entries.append(Entry(session, weight, 0, None if best is None else best.candidate))
+        total = sum(e.weight for e in entries) or 1.0
+        for e in entries:
+            e.weight /= total
+            e.batch = max(
+                _SMALLEST_BATCH,
+                min(_LARGEST_BATCH[e.session.task.key.kind], self.limit // (3 * len(entries))),
+            )
+        return sorted(entries, key=lambda e: -e.weight)
+
+    def _session(
+        self,
+        task: tasks.Task,
+        at: dict[str, int],
+        models: dict[str, RankModel],
+        known: list[Record],
+    ) -> Session:
+        seed = self.config.seed
+        if task.template is None:
+            return LoopNestSession(
+                task, at, self.target, self.stores, seed, lambda f, t: fallback.schedule(f, t)[0]
+            )
+        name = task.template.name
+        if name not in models:
+            models[name] = RankModel(seed)
+            models[name].add_records(
+                r for r in known if r.template == name and r.template_hash == task.key.template_hash
+            )
+            models[name].fit()
+        return TemplateSession(task, at, self.target, self.stores, seed, models[name])
+
+    def _next(self) -> Entry | None:
+        """Pick the session of the next batch: each once, then by priority."""
+        if self.trials >= self.limit:
+            self.stopped = "trials"
+            return None
+        each = (time.monotonic() - self.start) / max(self.trials, 1)
+        if self.left_s() <= (each if self.trials else 0.0):
+            self.stopped = "budget"
+            return None
+        open_entries = [e for e in self.entries if not e.exhausted]
+        fresh = [e for e in open_entries if e.batches == 0]
+        return fresh[0] if fresh else max(open_entries, key=lambda e: e.priority, default=None)
+
+    def _batch(self, measurer: Measurer, entry: Entry) -> None:
+        count = min(entry.batch, self.limit - self.trials)
+        if self.trials and self.left_s() < math.inf:
+            each = (time.monotonic() - self.start) / self.trials
+            count = max(1, min(count, int(self.left_s() / each)))
+        best = entry.session.best()
+        proposals = entry.session.propose(count)
+        entry.exhausted = not proposals
+        results = self._measure(
+            measurer, entry, proposals, None if best is None else best.median_us
+        )
+        entry.session.notify(proposals, results)
+        entry.batches += 1
+        if results and self.trials == len(results) and all(r.cause is not None for r in results):
+            raise TuneError(_all_failed(entry.session.name, results))
+        self._note(entry, None if best is None else best.median_us)
+
+    def _measure(
+        self, measurer: Measurer, entry: Entry, proposals: list[Proposal], limit_us: float | None
+    ) -> list[Measurement]:
+        """Measure proposals, appending each record as it comes."""
+        results: list[Measurement] = []
+        candidates = [p.candidate for p in proposals]
+        for proposal, result in zip(
+            proposals, measurer.measure(entry.session.workload, candidates, limit_us), strict=True
+        ):
+            record = entry.session.record(proposal, result)
+            self.stores.append([record])
+            results.append(result)
+            entry.trials += 1
+            self.trials += 1
+            if result.cause is not None:
+                self.failures[result.cause] += 1
+                logger.debug("%s: %s: %s", entry.session.name, result.cause, result.message)
+            elif entry.before is None:
+                entry.before = record.candidate
+            self._tell(entry)
+        return results
+
+    def _note(self, entry: Entry, before: float | None) -> None:
+        best = entry.session.best()
+        if best is None or best.median_us is None:
+            return
+        entry.gain = 1.0 if before is None else max(0.0, 1 - best.median_us / before)
+        self.curve.append((self.trials, entry.session.name, best.median_us))
+
+    def _tell(self, entry: Entry) -> None:
+        if self.progress is None:
+            return
+        best = entry.session.best()
+        each = (time.monotonic() - self.start) / max(self.trials, 1)
+        left = min(self.left_s(), each * (self.limit - self.trials))
+        best_us = None if best is None else best.median_us
+        self.progress.update(
+            entry.session.name, best_us, self.trials, sum(self.failures.values()), max(left, 0.0)
+        )
+
+    def _confirm(self, measurer: Measurer) -> None:
+        """Measure the fastest of each session again, until the best was measured twice."""
+        for entry in self.entries:
+            session, confirmed = entry.session, set[str]()
+            while entry.trials and self.left_s() > 0 and len(confirmed) < 3 * _CONFIRMED:
+                best = session.best()
+                if best is None or best.candidate in confirmed:
+                    break
+                again = session.repeat(_top(session, confirmed))
+                if not again:
+                    break
+                candidates = [p.candidate for p in again]
+                results = list(measurer.measure(session.workload, candidates, best.median_us))
+                records = [session.record(p, r) for p, r in zip(again, results, strict=True)]
+                self.stores.append(records)
+                confirmed |= {r.candidate for r in records}
+
+    def result(self) -> TuneRun:
+        """Return what came of the run."""
+        results = []
+        for e in sorted(self.entries, key=lambda e: e.session.name):
+            best = e.session.best()
+            after, candidate = (None, None) if best is None else (best.median_us, best.candidate)
+            before = None if e.before is None else _latest(e.session)[e.before].median_us
+            results.append(TaskResult(e.session.name, before, after, e.trials, candidate))
+        return TuneRun(
+            results=tuple(results),
+            trials=self.trials,
+            failures=dict(self.failures),
+            seconds=time.monotonic() - self.start,
+            log=str(self.stores.writer.path),
+            curve=tuple(self.curve),
+            stopped=self.stopped,
+        )
+
+
+def _latest(session: Session) -> dict[str, Record]:
+    """Return the last record of each candidate at the session's size."""
+    history = session.stores.history(session.task.key, session.target, session.record_sizes)
+    return {record.candidate: record for record in history}
+
+
+def _top(session: Session, confirmed: set[str]) -> list[Record]:
+    good = [
+        r
+        for r in _latest(session).values()
+        if r.median_us is not None and r.candidate not in confirmed
+    ]
+    return sorted(good, key=lambda r: r.median_us or 0.0)[:_CONFIRMED]
+
+
+def _all_failed(name: str, results: Sequence[Measurement]) -> str:
+    causes = Counter(r.cause for r in results)
+    counted = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
+    first = next(r for r in results if r.cause == causes.most_common(1)[0][0])
+    return (
+        f"all {len(results)} candidates of the first batch failed ({counted}), so tuning {name} "
+        f"cannot go on; mend the cause and tune again. The first failure:\n{first.message}"
+    )

@@ -1,0 +1,84 @@
+"""Tune: measure candidates for every kernel of a program, and keep what was found as records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tvmcap.base.config import Config, make_config
+from tvmcap.kernel import spaces, tasks
+from tvmcap.kernel.records import open_stores
+from tvmcap.kernel.results import Progress, TaskResult, TuneRun
+from tvmcap.kernel.tuner import DEFAULT_TRIALS, Run
+
+
+def tune(
+    fn: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    trials: int | None = None,
+    config: Config | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> TuneRun:
+    """Tune the kernels of a PyTorch function or module, and write records that ``build`` then uses.
+
+    Parameters
+    ----------
+    fn, args, kwargs: as for ``build``; example inputs are needed.
+    trials: candidates to measure in all (64 unless ``config.tune`` is a number).
+    config, options: fields of ``Config``; ``budget_s`` limits the seconds, ``log_dir`` says where
+        records go.
+    progress: what to tell; None for a display on a terminal and log lines elsewhere.
+
+    Returns
+    -------
+    A ``TuneRun``; Ctrl-C returns what was found until then.
+
+    Raises
+    ------
+    CaptureError, BuildError, RecordError (the log folder cannot be written), TuneError (nothing can
+    be measured).
+    """
+    from tvmcap import pipeline
+    from tvmcap.base.codegen import make_target
+    from tvmcap.capture.export import capture
+    from tvmcap.view.progress import default_progress
+
+    config = make_config(config, **options)
+    config = replace(
+        config, tune=trials or (config.tune if isinstance(config.tune, int) else DEFAULT_TRIALS)
+    )
+    target = make_target(config.target)
+    open_stores(config, target).writer.check_writable()
+    captured = capture(fn, args, kwargs, config)
+    fused = pipeline.run(captured.mod, pipeline.front(target), target, config, pipeline.Trace())
+    return tune_module(fused, target, config, progress or default_progress())
+
+
+def tune_module(
+    mod: Any,
+    target: Any,
+    config: Config,
+    progress: Progress | None = None,
+    *,
+    find: tasks.Find = spaces.find,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> TuneRun:
+    """Tune a fused module within ``config.tune`` trials and ``config.budget_s`` seconds.
+
+    ``sizes`` gives the values of symbolic dimensions to tune at, by name; ``find`` picks the search
+    spaces.
+    """
+    stores = open_stores(config, target)
+    stores.writer.check_writable()
+    run = Run(config, target, stores, progress)
+    found = tasks.extract(mod, target, find)
+    if found:
+        run.search(found, sizes)
+    return run.result()
+
+
+__all__ = ["Progress", "TaskResult", "TuneRun", "tune", "tune_module"]

@@ -1,0 +1,232 @@
+"""What each verb of the command line does; every function returns the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tvmcap.base.config import Config, make_config
+from tvmcap.base.errors import ConfigError, InputError
+from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
+from tvmcap.program import Program, as_program, dynamic_option, find, load_program, parse_sizes
+
+
+def build(args: argparse.Namespace) -> int:
+    """Compile, verify, and write the library."""
+    from tvmcap.build import build as run
+
+    program, config = _read(args)
+    with _status("building"):
+        lib = run(program.fn, program.args, program.kwargs, config=config)
+    if args.output:
+        lib.export(args.output)
+    if args.json:
+        _write_json({"output": args.output, **lib.manifest.to_json()})
+    else:
+        from tvmcap.view.inspect import manifest_text
+
+        _write(manifest_text(lib.manifest))
+        _write(f"written to {args.output}" if args.output else "not written: give -o FILE.so")
+    return EXIT_OK
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Tune, and say what that gained."""
+    from dataclasses import asdict
+
+    from tvmcap.tune import tune as run
+
+    program, config = _read(args)
+    result = run(program.fn, program.args, program.kwargs, trials=args.trials, config=config)
+    _write_json(asdict(result)) if args.json else _write(str(result))
+    return EXIT_OK
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Show the scoreboard."""
+    from tvmcap import scoreboard
+    from tvmcap.view import report
+
+    sizes = parse_sizes(args.sizes)
+    if args.walk:
+        program, config = _read(args)
+        with _status("building") as say:
+            rows = scoreboard.walk(
+                program.fn,
+                program.args or (),
+                scoreboard.default_steps(config),
+                kwargs=program.kwargs,
+                sizes=sizes,
+                progress=say,
+            )
+        data = [{"name": r.name, "score": r.score.to_json()} for r in rows]
+        _show(args, data, lambda: report.walk_table(rows))
+        return EXIT_OK
+    lib, reference = _library(args)
+    with _status("measuring") as say:
+        score = scoreboard.score(
+            lib, sizes, not args.no_baselines, say, reference=reference, cold=args.cold
+        )
+    _show(args, score.to_json(), lambda: report.score_table(score))
+    return EXIT_OK
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Verify; the exit status says whether it passed."""
+    from tvmcap.verify.check import verify as run
+    from tvmcap.view.report import verify_table
+
+    lib, reference = _library(args, verify=False)
+    sizes = parse_sizes(args.sizes)
+    with _status("verifying") as say:
+        report = run(
+            lib,
+            reference=reference,
+            level=args.level,
+            sizes=[sizes] if sizes else None,
+            progress=lambda i, n, name: say(f"verifying {i + 1} of {n}: {name}"),
+        )
+    _show(args, report.to_json(), lambda: verify_table(report))
+    return EXIT_OK if report.ok else EXIT_FAILED
+
+
+def bisect(args: argparse.Namespace) -> int:
+    """Find the pass and the operator that lose accuracy."""
+    from tvmcap.bisect import bisect as run
+
+    program, config = _read(args)
+    with _status("bisecting") as say:
+        report = run(program.fn, program.args, program.kwargs, config=config, progress=say)
+    _write_json(report.to_json()) if args.json else _write(str(report))
+    return EXIT_OK if report.ok else EXIT_FAILED
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Describe a library."""
+    lib, _ = _library(args, verify=False)
+    _write_json(lib.manifest.to_json()) if args.json else _write(lib.inspect(*args.parts))
+    return EXIT_OK
+
+
+def run(args: argparse.Namespace) -> int:
+    """Call a library on inputs of a file, or on random ones."""
+    from tvmcap.compiled import load
+    from tvmcap.view import arrays
+    from tvmcap.view.report import dict_table
+
+    lib = load(args.library)
+    signature, sizes = lib.signature, parse_sizes(args.sizes)
+    if args.inputs:
+        leaves = arrays.read(args.inputs, signature)
+    else:
+        leaves = arrays.draw(signature, sizes or {}, args.seed)
+    outputs = arrays.call(lib, leaves)
+    if args.save:
+        arrays.write(args.save, outputs)
+    rows = [arrays.describe(name, value) for name, value in outputs.items()]
+    _show(args, rows, lambda: dict_table(f"Outputs of {args.library}", rows))
+    return EXIT_OK
+
+
+def report(args: argparse.Namespace) -> int:
+    """Count the tuning records of a folder, and list the best of each task."""
+    from tvmcap.base.codegen import make_target
+    from tvmcap.kernel.records import RecordStore, Stores, open_stores
+    from tvmcap.view.records import record_rows, records_view
+
+    target = make_target(args.target)
+    if args.folder:
+        if not Path(args.folder).is_dir():
+            raise ConfigError(f"{args.folder}: no such folder of records")
+        store = RecordStore(Path(args.folder))
+        stores = Stores((store,), store)
+    else:
+        stores = open_stores(make_config(), target)
+    stats = stores.stats(target)
+    rows = record_rows(stores, target)
+    _show(args, {**stats, "best": rows}, lambda: records_view(stores, stats, rows))
+    return EXIT_OK
+
+
+def cache(args: argparse.Namespace) -> int:
+    """Count or remove the libraries of the compile cache."""
+    from tvmcap import cache as store
+    from tvmcap.view.report import bytes_text
+
+    folder = make_config(**({"cache_dir": args.cache_dir} if args.cache_dir else {})).cache_dir
+    status = store.clear(folder) if args.action == "clear" else store.status(folder)
+    data = {"folder": str(status.folder), "entries": status.entries, "bytes": status.bytes}
+    done = "removed " if args.action == "clear" else ""
+    line = f"{status.folder}: {done}{status.entries} libraries, {bytes_text(status.bytes)}"
+    _write_json(data) if args.json else _write(line)
+    return EXIT_OK
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Check this machine; an error gives exit status 1."""
+    from tvmcap.doctor import diagnose
+    from tvmcap.view.report import findings_table
+
+    findings = diagnose(args.log_dir, args.cache_dir)
+    _show(args, [f.to_json() for f in findings], lambda: findings_table(findings))
+    return EXIT_FAILED if any(f.status == "error" for f in findings) else EXIT_OK
+
+
+def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
+    """Load the program and the options of a build."""
+    options = {**defaults, **config_options(args)}
+    config = make_config(**options)
+    program = load_program(args.program, args.input, args.inputs_from, args.dynamic, config.seed)
+    dynamic = dynamic_option(program, config.dynamic)
+    return program, make_config(config, dynamic=dynamic)
+
+
+def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
+    """Load a library, or build the program; with the PyTorch code to compare with, if given."""
+    against = getattr(args, "against", None)
+    reference = None if against is None else as_program(find(against))
+    if args.program.endswith(".so"):
+        from tvmcap.compiled import load
+
+        return load(args.program), reference
+    from tvmcap.build import build as run
+
+    program, config = _read(args, **defaults)
+    with _status("building"):
+        lib = run(program.fn, program.args, program.kwargs, config=config)
+    if getattr(lib, "executor", None) is None and args.verb != "inspect":
+        raise InputError(f"tvmcap {args.verb} runs the library, and {lib.foreign}")
+    return lib, reference
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Iterator[Any]:
+    """Show what goes on, on a terminal; yields a function that changes the text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda line: None
+        return
+    with console.status(text) as status:
+        yield lambda line: status.update(line)
+
+
+def _show(args: argparse.Namespace, data: Any, table: Any) -> None:
+    if args.json:
+        _write_json(data)
+    else:
+        Console().print(table())
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def _write_json(data: Mapping[str, Any] | list[Any]) -> None:
+    _write(json.dumps(data, indent=2, default=str))

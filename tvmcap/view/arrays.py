@@ -1,0 +1,113 @@
+"""Inputs and outputs of ``tvmcap run`` as numpy arrays, without torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tvmcap.base.errors import ConfigError
+from tvmcap.base.numerics import to_numpy
+from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
+
+_FORMATS = (".npz", ".npy", ".safetensors")
+
+
+def numpy_dtype(name: str) -> Any:
+    """Find a dtype by TVM's name; bfloat16 and float8 come from ml_dtypes."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+
+
+def draw(signature: Signature, sizes: Mapping[str, int], seed: int) -> list[Any]:
+    """Draw normal floats, integers 0 and 1; a size that is not given is 16, within bounds."""
+    rng = np.random.default_rng(seed)
+    unknown = set(sizes) - {d.name for d in signature.dims}
+    if unknown:
+        have = ", ".join(d.name for d in signature.dims) or "none"
+        raise ConfigError(f"--sizes: no dimension {sorted(unknown)[0]!r}; there are: {have}")
+    chosen = {d.name: min(max(16, d.min), d.max or 16) for d in signature.dims} | dict(sizes)
+    drawn = []
+    for spec in signature.inputs:
+        shape = [evaluate(s, chosen) for s in spec.shape]
+        floats = spec.dtype.startswith(("float", "bfloat"))
+        values = rng.standard_normal(shape) if floats else rng.integers(0, 2, shape)
+        drawn.append(np.asarray(values).astype(numpy_dtype(spec.dtype)))
+    return drawn
+
+
+def read(path: str, signature: Signature) -> list[Any]:
+    """Read the inputs by their names; a .npy file is the only input."""
+    names = [s.name for s in signature.inputs]
+    suffix = Path(path).suffix
+    if suffix not in _FORMATS:
+        raise ConfigError(f"{path}: expected one of {', '.join(_FORMATS)}")
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file")
+    if suffix == ".npy":
+        if len(names) != 1:
+            raise ConfigError(f"{path}: one array for the inputs {', '.join(names)}; use .npz")
+        return [np.load(path, allow_pickle=False)]
+    if suffix == ".npz":
+        with np.load(path, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in stored.files}
+    else:
+        found = _safetensors().load_file(path)
+    missing = [n for n in names if n not in found]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}; it has {', '.join(found)}")
+    return [found[n] for n in names]
+
+
+def call(compiled: Any, leaves: list[Any]) -> dict[str, Any]:
+    """Call a library and return its outputs by name, as numpy arrays."""
+    signature = compiled.signature
+    if compiled.manifest.target["kind"] == "cuda":
+        torch: Any = importlib.import_module("torch")
+        leaves = [
+            _to_torch(torch, a, s.dtype) for a, s in zip(leaves, signature.inputs, strict=True)
+        ]
+    result = compiled(*unflatten(signature.in_tree, leaves))
+    values = flatten(signature.out_tree, result)
+    return {s.name: to_numpy(v) for s, v in zip(signature.outputs, values, strict=True)}
+
+
+def _to_torch(torch: Any, array: Any, dtype: str) -> Any:
+    if array.dtype.kind == "V":
+        array = array.astype(np.float32)
+    return torch.from_numpy(np.ascontiguousarray(array)).to("cuda", getattr(torch, dtype))
+
+
+def write(path: str, outputs: Mapping[str, Any]) -> None:
+    """Write outputs to .npz, .safetensors, or (one output) .npy."""
+    suffix = Path(path).suffix
+    if suffix == ".npz":
+        np.savez(path, **outputs)
+    elif suffix == ".safetensors":
+        _safetensors().save_file({k: np.ascontiguousarray(v) for k, v in outputs.items()}, path)
+    elif suffix == ".npy" and len(outputs) == 1:
+        np.save(path, next(iter(outputs.values())))
+    else:
+        raise ConfigError(f"--save {path}: expected .npz, .safetensors, or .npy for one output")
+
+
+def _safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.numpy")
+    except ImportError as e:
+        raise ConfigError(".safetensors files need: pip install safetensors; or use .npz") from e
+
+
+def describe(name: str, value: Any) -> dict[str, Any]:
+    """Shape, dtype and range of one output."""
+    row: dict[str, Any] = {"output": name, "dtype": str(value.dtype), "shape": list(value.shape)}
+    floats = value.astype(np.float64) if value.size else np.zeros(1)
+    with np.errstate(invalid="ignore"):
+        row.update(min=float(floats.min()), max=float(floats.max()), mean=float(floats.mean()))
+    row["not finite"] = int((~np.isfinite(floats)).sum())
+    return row
