@@ -87,3 +87,15 @@ def flat(buffer: Any) -> tuple[Any, Stmt]:
         (product(buffer.shape),), buffer.dtype, f"{buffer.name}_flat", data=None, data_alignment=ALIGNMENT
     )
     return view, tirx.DeclBuffer(view, data=buffer.data)
+
+
+def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
+    """Return a buffer of the running thread and its allocation.
+
+    It is used through a view: TVM's CompactBufferAllocation unites the regions of all accesses of what it can see
+    allocated, which takes seconds for a kernel of a few hundred accesses.
+    """
+    size = const(size) if isinstance(size, int) else size
+    memory = tirx.decl_buffer((size,), dtype, f"{name}_memory")
+    view = tirx.decl_buffer((size,), dtype, name, data=None)
+    return view, seq(tirx.AllocBuffer(memory), tirx.DeclBuffer(view, data=memory.data))

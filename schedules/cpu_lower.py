@@ -114,14 +114,14 @@ class _Nest:
 
     def task(self, batch: Any, panel: Any, start: Any, mc: Any) -> Any:
         """Return one block of rows times one panel: K in blocks into a tile in memory, then the epilogue."""
-        tile = tirx.decl_buffer((self.knobs.mc * self.nr + self.knobs.mr * self.nr,), "float32", "tile")
+        tile, allocated = b.scratch((self.knobs.mc + self.knobs.mr) * self.nr, "float32", "tile")
 
         def rows(row: Any, left: Any) -> Any:
             clear = None
             if self.blocks_k != 1:
                 clear = b.loop("z", left * (self.nr // self.vl), lambda z: self._zero(tile, z * self.vl))
             multiply = b.loop("kb", self.blocks_k, lambda kb: self.source(batch, panel, row, left, kb * self.kc, tile))
-            return b.seq(tirx.AllocBuffer(tile), clear, multiply, self.epilogue(batch, panel, row, left, tile))
+            return b.seq(allocated, clear, multiply, self.epilogue(batch, panel, row, left, tile))
 
         return b.bound(
             "row", start, lambda row: b.bound("left", tirx.min(self.m - row, mc), lambda left: rows(row, left))
@@ -139,10 +139,10 @@ class _Nest:
 
         if self.p.layout == "packed":
             return multiply((view, (panel * self.k + k0) * self.nr, b.const(self.nr)), None)
-        packed = tirx.decl_buffer((self.kc * self.nr,), self.p.b.dtype, "panel")
+        packed, allocated = b.scratch(self.kc * self.nr, self.p.b.dtype, "panel")
         column = panel * self.nr
         copied = b.seq(
-            tirx.AllocBuffer(packed),
+            allocated,
             self.copy(batch, column, k0, steps, packed),
             multiply((packed, b.const(0), b.const(self.nr)), None),
         )

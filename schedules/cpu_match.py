@@ -10,6 +10,7 @@ import numpy as np
 import tvm
 import tvm_ffi
 from tvm import te, tirx
+from tvm.sym import Analyzer
 
 from tvmcap.kernel import epilogue as ep
 from tvmcap.schedules.cpu_build import product
@@ -132,7 +133,7 @@ def evaluate(extent: Any, sizes: Mapping[str, int]) -> int:
     value = tvm_ffi.structural_map(
         extent, (tirx.Var, lambda v: tirx.IntImm("int64", sizes[v.name]) if v.name in sizes else v)
     )
-    return int(tvm.arith.Analyzer().simplify(value))
+    return int(Analyzer().simplify(value))
 
 
 def _factors(block: Any) -> tuple[Any, Any] | None:
@@ -191,4 +192,4 @@ def _size(extent: Any) -> int | str:
 
 
 def _itemsize(dtype: Any) -> int:
-    return tvm.DataType(str(dtype)).itemsize if hasattr(tvm, "DataType") else np.dtype(str(dtype)).itemsize
+    return tvm_ffi.dtype(str(dtype)).itemsize

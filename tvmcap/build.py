@@ -15,10 +15,12 @@ from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import IncompatibleLibraryError
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import Captured, capture, fingerprint
-from tvmcap.compiled import Compiled, untuned_notice
+from tvmcap.compiled import Compiled
 from tvmcap.kernel.records import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
+from tvmcap.view import kernels
+from tvmcap.view.explain import tuning_notice
 
 logger = logging.getLogger("tvmcap")
 
@@ -68,8 +70,9 @@ def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any], co
 
     key = cache.key(_identity(fn, args, kwargs, config, target, stores))
     path = cache.store(key, make, config.cache_dir)
+    made.setdefault("capture_again", lambda: capture(fn, args, kwargs, config))
     compiled = _open(path, config, made)
-    if made:
+    if not compiled.from_cache:
         _report(compiled, config)
     return compiled
 
@@ -98,8 +101,9 @@ def _make(
         versions=versions.versions(),
         target=codegen.describe(target),
         signature=captured.signature,
-        coverage=tuple(served.to_json() for served in trace.coverage),
+        coverage=tuple(s.to_json() for s in trace.coverage if pipeline.calls(planned, s.task)),
         frozen=captured.frozen,
+        kernels=kernels.table(planned, captured.signature),
         kernels_per_call=pipeline.count_kernels(planned),
         build_s=time.perf_counter() - start,
         config=config.to_json(),
@@ -107,7 +111,7 @@ def _make(
         peak_bytes=pipeline.peak_bytes(planned),
     )
     trace.timed("export", lambda: export.write(executable, path, manifest, large))
-    return {"captured": captured, "module": planned, "passes": trace.seconds}
+    return {"capture_again": lambda: captured, "module": planned, "passes": trace.seconds}
 
 
 def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
@@ -118,7 +122,7 @@ def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
     except IncompatibleLibraryError as e:
         executor, foreign = None, str(e)
     manifest = executor.manifest if executor is not None else read_manifest(path)
-    return Compiled(path, manifest, executor, foreign, config=config, from_cache=not made, **made)
+    return Compiled(path, manifest, executor, foreign, config=config, from_cache="module" not in made, **made)
 
 
 def _report(compiled: Compiled, config: Config) -> None:
@@ -133,7 +137,7 @@ def _report(compiled: Compiled, config: Config) -> None:
     elif config.verify:
         compiled.mark_verified(False)
         logger.warning("not verified, this machine cannot run it: %s", compiled.foreign)
-    notice = untuned_notice(compiled.manifest.coverage)
+    notice = tuning_notice(compiled.manifest.coverage)
     if notice:
         logger.warning("%s", notice)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ class Compiled:
     ----------
     path: the library file; ``manifest`` is what it says of itself.
     executor: runs it; None for a library of another machine, and ``foreign`` says why.
-    config, captured, module, passes: what the compiler knew; None or empty after ``load``.
+    config, module, passes: what the compiler knew; None or empty after ``load`` or from the compile cache.
+    capture_again: makes ``captured`` when it is first asked for.
     """
 
     path: Path
@@ -36,10 +38,15 @@ class Compiled:
     executor: Executor | None
     foreign: str = ""
     config: Config | None = None
-    captured: Captured | None = None
+    capture_again: Callable[[], Captured] | None = None
     module: Any = None
     passes: list[tuple[str, float]] = field(default_factory=list)
     from_cache: bool = False
+
+    @functools.cached_property
+    def captured(self) -> Captured | None:
+        """What capture found; None after ``load``."""
+        return self.capture_again() if self.capture_again is not None else None
 
     @property
     def signature(self) -> Signature:
@@ -95,12 +102,3 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     executor = Executor(path, device=device)
     return Compiled(Path(path), executor.manifest, executor)
 
-
-def untuned_notice(coverage: Sequence[Mapping[str, Any]]) -> str:
-    """Return "k of n tasks tuned", with what to do about the rest, or "" where there is nothing to tune."""
-    tunable = [task for task in coverage if task.get("tunable", True)]
-    tuned = [task for task in tunable if task.get("tuned")]
-    if not tunable:
-        return ""
-    text = f"{len(tuned)} of {len(tunable)} tasks tuned"
-    return text if len(tuned) == len(tunable) else f"{text}; run `tvmcap tune` on it, or build(..., tune=64)"

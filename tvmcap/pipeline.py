@@ -76,6 +76,11 @@ def count_kernels(planned: tvm.IRModule) -> int:
     return sum(1 for block in planned["main"].body.blocks for b in block.bindings if plan.is_launch(b.value))
 
 
+def calls(planned: tvm.IRModule, kernel: str) -> bool:
+    """Whether a kernel is still part of a planned module: reshapes became views."""
+    return any(gvar.name_hint == kernel for gvar, _ in planned.functions.items())
+
+
 def peak_bytes(planned: tvm.IRModule) -> int | None:
     """Bytes of planned intermediates at the largest sizes; None where a dimension has no upper bound."""
     bounds = {str(k): int(v) for k, v in (planned["main"].attrs or {}).get("tir_var_upper_bound", {}).items()}

@@ -15,7 +15,10 @@ from rich.console import Console
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import ConfigError, InputError
 from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
-from tvmcap.program import Program, as_program, dynamic_option, find, load_program, parse_sizes
+from tvmcap.program import Program, dynamic_option, load_program, parse_sizes
+
+#: Columns of a table that goes to a file or a pipe.
+_WIDTH = 110
 
 
 def build(args: argparse.Namespace) -> int:
@@ -191,7 +194,7 @@ def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
 def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
     """Load a library, or build the program; with the PyTorch code to compare with, if given."""
     against = getattr(args, "against", None)
-    reference = None if against is None else as_program(find(against))
+    reference = None if against is None else load_program(against).fn
     if args.program.endswith(".so"):
         from tvmcap.compiled import load
 
@@ -203,6 +206,10 @@ def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
         lib = run(program.fn, program.args, program.kwargs, config=config)
     if getattr(lib, "executor", None) is None and args.verb != "inspect":
         raise InputError(f"tvmcap {args.verb} runs the library, and {lib.foreign}")
+    if lib.captured is None and args.verb != "inspect":
+        from tvmcap.capture.export import capture
+
+        lib.captured = capture(program.fn, program.args, program.kwargs, config)
     return lib, reference
 
 
@@ -221,7 +228,8 @@ def _show(args: argparse.Namespace, data: Any, table: Any) -> None:
     if args.json:
         _write_json(data)
     else:
-        Console().print(table())
+        console = Console()
+        console.print(table(), width=None if console.is_terminal else _WIDTH)
 
 
 def _write(text: str) -> None:

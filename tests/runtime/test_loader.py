@@ -154,10 +154,14 @@ def test_libraries_leave_the_process_again(chain: Path) -> None:
     code = """
 import gc
 from tvmcap.runtime.executor import Executor
+def mapped():
+    return open("/proc/self/maps").read().count(sys.argv[1])
 for _ in range(5):
-    Executor(sys.argv[1])
+    execute = Executor(sys.argv[1])
+    assert mapped() > 0
+    del execute
     gc.collect()
-assert open("/proc/self/maps").read().count(sys.argv[1]) == 0
+    assert mapped() == 0
 """
     run(WITHOUT + code, chain)
 

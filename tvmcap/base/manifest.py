@@ -52,6 +52,7 @@ class Manifest:
     verified: compared with a reference: passed, failed, or None for not yet.
     frozen: names of the weights inside the library.
     weights: where large weights are, or None when they are inside.
+    kernels: what each kernel of a call reads and writes (``view.kernels.table``).
     kernels_per_call: kernels that one call is planned to launch.
     build_s: seconds of the build.
     config: the options that made it.
@@ -67,6 +68,7 @@ class Manifest:
     verified: bool | None = None
     frozen: tuple[str, ...] = ()
     weights: Weights | None = None
+    kernels: Mapping[str, Any] | None = None
     kernels_per_call: int | None = None
     build_s: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -33,6 +33,7 @@ EAGER_FACTOR = 2.0
 SLICE_FACTOR = 16.0
 _CHUNK = 1 << 21
 _MIN_SLICE = 8
+_TELLING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Comparison:
     Attributes
     ----------
     name, dtype, shape: the output; ``dtype`` gives the ulp.
-    max_abs, max_rel, max_ulps: largest absolute error, relative error (where the reference is not
-        0) and error in ulps.
+    max_abs: largest absolute error.
+    max_rel, max_ulps: largest relative error and error in ulps, where the reference is at least a
+        thousandth of the largest value of its slice (below, both only measure cancellation).
     index: the element that breaks the budget most, else the one with the largest absolute error.
     got, want: values there.
     eager_abs: eager's own largest absolute error.
@@ -221,13 +223,15 @@ def _compare_float(result: Comparison, ours: Array, ref: Array, base: Array) -> 
 
 
 def _merge(result: Comparison, b: _Block, error: Array, bad: int) -> Comparison:
-    nonzero = b.measured & (b.want != 0)
-    rel = np.where(nonzero, error / np.where(nonzero, np.abs(b.want), 1.0), 0.0)
+    size = np.abs(b.want, where=b.measured, out=np.zeros_like(b.want))
+    telling = (size >= _TELLING * b.peak) & (size > 0)
+    rel = error / np.where(telling, size, math.inf)
+    ulps = np.where(telling, error / b.unit, 0.0)
     return replace(
         result,
         max_abs=max(result.max_abs, float(error.max())),
         max_rel=max(result.max_rel, float(rel.max())),
-        max_ulps=max(result.max_ulps, float((error / b.unit).max())),
+        max_ulps=max(result.max_ulps, float(ulps.max())),
         bad=result.bad + bad,
         misplaced=result.misplaced + int(b.misplaced.sum()),
     )

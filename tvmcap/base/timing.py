@@ -15,6 +15,8 @@ SAMPLE_S = 2e-3
 #: Twice the last-level cache of a large CPU or GPU, for ``rotated``.
 CACHE_BYTES = 256 << 20
 _GRAPH_CALLS = 16
+#: Longer than OpenMP's and TVM's idle threads spin for work before they sleep.
+_SPIN_S = 5e-3
 
 
 def measure(
@@ -52,8 +54,16 @@ def measure(
     for turn in range(count):
         names = list(calls) if turn % 2 == 0 else list(reversed(list(calls)))
         for name in names:
+            if device == "cpu":
+                _settle(samplers[name])
             taken[name].append(1e6 * samplers[name](repeats[name]))
     return {name: summarize(values) for name, values in taken.items()}
+
+
+def _settle(sampler: Callable[[int], float]) -> None:
+    """Let the other side's idle threads stop spinning, then wake this side's with one call."""
+    time.sleep(_SPIN_S)
+    sampler(1)
 
 
 def summarize(samples: Sequence[float]) -> Latency:

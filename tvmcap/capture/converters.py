@@ -1,147 +1,19 @@
-"""Converters of ours, where TVM's importer is wrong or loses precision; tests/capture/test_converters.py says how.
-
-Products accumulate in float32 and come out in the input's dtype: a 16-bit ``x @ w`` is ``matmul(out_dtype="float32")``
-with a cast behind it, which fusion draws into the kernel. TVM's own converters return float32 there.
-"""
+"""Converters of ours for operators that TVM's importer lacks or gets wrong: scalars, reductions, indexing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 from torch import fx
-from tvm import relax
+from tvm import relax, tirx
 
+from tvmcap.capture.emitting import HALF, Converter, arguments_of, cast, dtype_of, emit, out_dtype
+from tvmcap.capture.products import PRODUCTS
 from tvmcap.capture.structure import dtype_name
-
-Converter = Callable[[fx.Node, Any], Any]
-HALF = ("float16", "bfloat16")
-
-
-def dtype_of(x: relax.Expr) -> str:
-    """Element type of a Relax tensor as text."""
-    return str(x.ty.dtype.dtype)
-
-
-def _emit(importer: Any, expr: relax.Expr) -> Any:
-    return importer.block_builder.emit(expr)
-
-
-def _cast(importer: Any, x: relax.Expr, dtype: str) -> Any:
-    return x if dtype_of(x) == dtype else _emit(importer, relax.op.astype(x, dtype))
-
-
-def _arguments(node: fx.Node, importer: Any) -> dict[str, Any]:
-    """Name every argument of the node, defaults included, with tensors as Relax values."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    named = {}
-    for i, argument in enumerate(node.target._schema.arguments):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        named[argument.name] = importer._retrieve_args(value)
-    return named
-
-
-def _out_dtype(node: fx.Node) -> str:
-    return dtype_name(node.meta["val"].dtype)
-
-
-def _product(importer: Any, a: relax.Expr, b: relax.Expr) -> Any:
-    """``a @ b``, accumulated in float32 where the inputs have 16 bits; the result keeps its 32 bits."""
-    wide = "float32" if dtype_of(a) in HALF else None
-    return _emit(importer, relax.op.matmul(a, b, out_dtype=wide))
-
-
-def _matmul(node: fx.Node, importer: Any) -> Any:
-    a, b = importer.retrieve_args(node)[:2]
-    return _cast(importer, _product(importer, a, b), _out_dtype(node))
-
-
-def _linear(node: fx.Node, importer: Any) -> Any:
-    x, weight, bias = (*importer.retrieve_args(node), None)[:3]
-    if len(weight.ty.shape) == 2:
-        weight = _emit(importer, relax.op.permute_dims(weight))
-    y = _cast(importer, _product(importer, x, weight), _out_dtype(node))
-    return y if bias is None else _emit(importer, relax.op.add(y, bias))
-
-
-def _addmm(node: fx.Node, importer: Any) -> Any:
-    a = _arguments(node, importer)
-    left, right = (a["mat1"], a["mat2"]) if "mat1" in a else (a["batch1"], a["batch2"])
-    y = _cast(importer, _product(importer, left, right), _out_dtype(node))
-    if a["alpha"] != 1:
-        y = _emit(importer, relax.op.multiply(y, relax.const(a["alpha"], dtype_of(y))))
-    if a["beta"] == 0:
-        return y
-    bias = a["self"]
-    if a["beta"] != 1:
-        bias = _emit(importer, relax.op.multiply(bias, relax.const(a["beta"], dtype_of(bias))))
-    return _emit(importer, relax.op.add(y, bias))
-
-
-def _convolution(node: fx.Node, importer: Any) -> Any:
-    a = _arguments(node, importer)
-    x, weight, bias = a["input"], a["weight"], a["bias"]
-    rank = len(x.ty.shape) - 2
-    common = (x, weight, None, a["stride"], a["padding"], a["dilation"], a["groups"])
-    if a["transposed"]:
-        convert = getattr(importer, f"_conv_transpose{rank}d_impl")
-        y = convert(*common, a["output_padding"])
-    else:
-        y = getattr(importer, f"_conv{rank}d_impl")(*common)
-    y = _cast(importer, y, _out_dtype(node))
-    if bias is None:
-        return y
-    return _emit(importer, relax.op.add(y, _emit(importer, relax.op.reshape(bias, (1, -1, *[1] * rank)))))
-
-
-def _attention(node: fx.Node, importer: Any) -> Any:
-    """softmax(q k^T * scale + mask) v; scores stay in float32, as in torch's fused kernels."""
-    a = _arguments(node, importer)
-    q, k, v = a["query"], a["key"], a["value"]
-    if a["enable_gqa"]:
-        repeats = int(q.ty.shape[-3]) // int(k.ty.shape[-3])
-        k, v = (_emit(importer, relax.op.repeat(t, repeats, axis=-3)) for t in (k, v))
-    rank = len(k.ty.shape)
-    axes = [*range(rank - 2), rank - 1, rank - 2]
-    scores = _product(importer, q, _emit(importer, relax.op.permute_dims(k, axes)))
-    wide = dtype_of(scores)
-    scale = a["scale"] if a["scale"] is not None else int(q.ty.shape[-1]) ** -0.5
-    scores = _emit(importer, relax.op.multiply(scores, relax.const(scale, wide)))
-    mask = a["attn_mask"]
-    if a["is_causal"]:
-        mask = _causal(importer, scores.ty.shape[-2], scores.ty.shape[-1])
-    if mask is not None and dtype_of(mask) == "bool":
-        scores = _emit(importer, relax.op.where(mask, scores, relax.const(float("-inf"), wide)))
-    elif mask is not None:
-        scores = _emit(importer, relax.op.add(scores, _cast(importer, mask, wide)))
-    weights = _cast(importer, _emit(importer, relax.op.nn.softmax(scores, axis=-1)), dtype_of(v))
-    return _cast(importer, _product(importer, weights, v), _out_dtype(node))
-
-
-def _causal(importer: Any, rows: Any, columns: Any) -> Any:
-    row = _emit(importer, relax.op.expand_dims(_emit(importer, relax.op.arange(rows, dtype="int64")), 1))
-    column = _emit(importer, relax.op.arange(columns, dtype="int64"))
-    return _emit(importer, relax.op.greater_equal(row, column))
-
-
-def _batch_norm(node: fx.Node, importer: Any) -> Any:
-    """``x * scale + shift`` with scale and shift of the running statistics, which fold into constants."""
-    a = _arguments(node, importer)
-    x = a["input"]
-    statistics = a["running_mean"], a["running_var"]
-    mean, variance = (_cast(importer, t, "float32") for t in statistics)
-    eps = relax.const(a["eps"], "float32")
-    scale = _emit(importer, relax.op.rsqrt(_emit(importer, relax.op.add(variance, eps))))
-    if a["weight"] is not None:
-        scale = _emit(importer, relax.op.multiply(scale, _cast(importer, a["weight"], "float32")))
-    shift = _emit(importer, relax.op.negative(_emit(importer, relax.op.multiply(mean, scale))))
-    if a["bias"] is not None:
-        shift = _emit(importer, relax.op.add(shift, _cast(importer, a["bias"], "float32")))
-    shape = (1, -1, *[1] * (len(x.ty.shape) - 2))
-    scale, shift = (_emit(importer, relax.op.reshape(t, shape)) for t in (scale, shift))
-    y = _emit(importer, relax.op.multiply(_cast(importer, x, "float32"), scale))
-    return [_cast(importer, _emit(importer, relax.op.add(y, shift)), dtype_of(x)), None, None]
 
 
 def _binary(op: Callable[..., relax.Expr]) -> Converter:
@@ -151,12 +23,12 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
         metas = [n.meta["val"] if isinstance(n, fx.Node) else n for n in node.args[:2]]
         dtype = dtype_name(torch.result_type(*metas))
         if op is relax.op.divide:
-            dtype = _out_dtype(node)
+            dtype = out_dtype(node)
         a, b = (_operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
         alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
         if alpha != 1:
-            b = _emit(importer, relax.op.multiply(b, relax.const(alpha, dtype)))
-        return _emit(importer, op(a, b))
+            b = emit(importer, relax.op.multiply(b, relax.const(alpha, dtype)))
+        return emit(importer, op(a, b))
 
     return convert
 
@@ -165,51 +37,51 @@ def _operand(importer: Any, value: Any, dtype: str) -> Any:
     if isinstance(value, bool | int | float):
         return relax.const(value, dtype)
     if not isinstance(value.ty, relax.TensorType):  # a symbolic size
-        value = _emit(importer, relax.op.shape_to_tensor(relax.ShapeExpr([value])))
-        value = _emit(importer, relax.op.reshape(value, ()))
-    return _cast(importer, value, dtype)
+        value = emit(importer, relax.op.shape_to_tensor(relax.ShapeExpr([value])))
+        value = emit(importer, relax.op.reshape(value, ()))
+    return cast(importer, value, dtype)
 
 
 def _reversed_subtract(node: fx.Node, importer: Any) -> Any:
-    a = _arguments(node, importer)
-    dtype = _out_dtype(node)
+    a = arguments_of(node, importer)
+    dtype = out_dtype(node)
     x = _operand(importer, a["self"], dtype)
     if a["alpha"] != 1:
-        x = _emit(importer, relax.op.multiply(x, relax.const(a["alpha"], dtype)))
-    return _emit(importer, relax.op.subtract(_operand(importer, a["other"], dtype), x))
+        x = emit(importer, relax.op.multiply(x, relax.const(a["alpha"], dtype)))
+    return emit(importer, relax.op.subtract(_operand(importer, a["other"], dtype), x))
 
 
 def _softmax(op: Callable[..., relax.Expr]) -> Converter:
     def convert(node: fx.Node, importer: Any) -> Any:
         x, axis = importer.retrieve_args(node)[:2]
-        return _emit(importer, op(_cast(importer, x, _out_dtype(node)), axis=axis))
+        return emit(importer, op(cast(importer, x, out_dtype(node)), axis=axis))
 
     return convert
 
 
 def _variance(node: fx.Node, importer: Any) -> Any:
     """Variance with torch's ``correction``, which TVM's converter ignores."""
-    a = _arguments(node, importer)
+    a = arguments_of(node, importer)
     x, axes = a["self"], a["dim"]
     axes = list(range(len(x.ty.shape))) if not axes else [int(d) % len(x.ty.shape) for d in axes]
     count = 1
     for axis in axes:
         count *= int(x.ty.shape[axis])
-    y = _emit(importer, relax.op.variance(x, axes, keepdims=bool(a["keepdim"])))
+    y = emit(importer, relax.op.variance(x, axes, keepdims=bool(a["keepdim"])))
     correction = 1 if a["correction"] is None else a["correction"]
     factor = count / (count - correction) if count > correction else float("nan")
-    return y if factor == 1 else _emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
+    return y if factor == 1 else emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
 
 
 def _embedding(node: fx.Node, importer: Any) -> Any:
     """Rows of a table; an index outside reads the nearest row, where TVM's converter reads outside memory."""
     weight, index = importer.retrieve_args(node)[:2]
-    return _emit(importer, relax.op.take(weight, index, axis=0, mode="clip"))
+    return emit(importer, relax.op.take(weight, index, axis=0, mode="clip"))
 
 
 def _index_select(node: fx.Node, importer: Any) -> Any:
     x, axis, index = importer.retrieve_args(node)[:3]
-    return _emit(importer, relax.op.take(x, index, axis=axis, mode="clip"))
+    return emit(importer, relax.op.take(x, index, axis=axis, mode="clip"))
 
 
 def _select(node: fx.Node, importer: Any) -> Any:
@@ -217,26 +89,141 @@ def _select(node: fx.Node, importer: Any) -> Any:
     x, axis, index = importer.retrieve_args(node)[:3]
     axis %= len(x.ty.shape)
     start = index + x.ty.shape[axis] if isinstance(index, int) and index < 0 else index
-    part = _emit(importer, relax.op.strided_slice(x, [axis], [start], [start + 1]))
-    return _emit(importer, relax.op.squeeze(part, [axis]))
+    part = emit(importer, relax.op.strided_slice(x, [axis], [start], [start + 1]))
+    return emit(importer, relax.op.squeeze(part, [axis]))
 
 
 def _index(node: fx.Node, importer: Any) -> Any:
-    """Advanced indexing; a single index wraps around, so that negative ones count from the end."""
+    """Advanced indexing with negative indices and with untouched axes in any place."""
     x, indices = importer.retrieve_args(node)[:2]
-    used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
-    if len(used) == 1 and dtype_of(used[0][1]) not in ("bool", "uint8"):
-        return _emit(importer, relax.op.take(x, used[0][1], axis=used[0][0], mode="wrap"))
-    return importer._index_tensor(node)
+    used = {axis: index for axis, index in enumerate(indices) if index is not None}
+    if any(dtype_of(index) in ("bool", "uint8") for index in used.values()):
+        raise ValueError("an index is a mask, so the size of the result depends on values")
+    found = [_from_start(importer, index, x.ty.shape[axis]) for axis, index in used.items()]
+    if len(used) == 1:
+        return emit(importer, relax.op.take(x, found[0], axis=next(iter(used)), mode="clip"))
+    rank, axes = len(x.ty.shape), list(used)
+    rest = [axis for axis in range(rank) if axis not in used]
+    if axes != list(range(len(axes))):
+        x = emit(importer, relax.op.permute_dims(x, axes + rest))
+    result = emit(importer, relax.op.index_tensor(x, found))
+    size = max(len(index.ty.shape) for index in found)
+    if axes == list(range(axes[0], axes[-1] + 1)) and axes[0] > 0:
+        order = [size + i for i in range(axes[0])] + list(range(size))
+        order += range(size + axes[0], size + len(rest))
+        result = emit(importer, relax.op.permute_dims(result, order))
+    return result
+
+
+def _from_start(importer: Any, index: relax.Expr, extent: Any) -> Any:
+    """Count negative indices from the start."""
+    dtype = dtype_of(index)
+    size = _operand(importer, int(extent) if isinstance(extent, tirx.IntImm) else extent, dtype)
+    is_negative = emit(importer, relax.op.less(index, relax.const(0, dtype)))
+    return emit(importer, relax.op.where(is_negative, emit(importer, relax.op.add(index, size)), index))
+
+
+def _divide_rounding(node: fx.Node, importer: Any) -> Any:
+    """Divide with ``rounding_mode`` "floor", "trunc" or None, integers included."""
+    mode = node.kwargs.get("rounding_mode")
+    if mode == "floor":
+        return _binary(relax.op.floor_divide)(node, importer)
+    dtype = out_dtype(node)
+    a, b = (_operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
+    if mode is None or "float" in dtype:
+        quotient = emit(importer, relax.op.divide(a, b))
+        return quotient if mode is None else emit(importer, relax.op.trunc(quotient))
+    sizes = [emit(importer, relax.op.abs(v)) for v in (a, b)]
+    sign = emit(importer, relax.op.multiply(*(emit(importer, relax.op.sign(v)) for v in (a, b))))
+    return emit(importer, relax.op.multiply(emit(importer, relax.op.floor_divide(*sizes)), sign))
+
+
+def _expm1(node: fx.Node, importer: Any) -> Any:
+    """``exp(x) - 1``, by its series near 0, where the difference cancels."""
+    x = cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
+    dtype = dtype_of(x)
+    far = emit(importer, relax.op.subtract(emit(importer, relax.op.exp(x)), relax.const(1, dtype)))
+    near: Any = relax.const(1 / 720, dtype)
+    for factor in (120, 24, 6, 2, 1):
+        product = emit(importer, relax.op.multiply(near, x))
+        near = emit(importer, relax.op.add(product, relax.const(1 / factor, dtype)))
+    near = emit(importer, relax.op.multiply(near, x))
+    size = emit(importer, relax.op.abs(x))
+    is_near = emit(importer, relax.op.less(size, relax.const(0.1, dtype)))
+    return emit(importer, relax.op.where(is_near, near, far))
+
+
+def _log1p(node: fx.Node, importer: Any) -> Any:
+    """``log(1 + x)`` with the rounding of ``1 + x`` divided out (Kahan); x itself where that is 1 or infinite."""
+    x = cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
+    one = relax.const(1, dtype_of(x))
+    if dtype_of(x) in HALF:
+        wide = _log1p_of(importer, cast(importer, x, "float32"), relax.const(1, "float32"))
+        return cast(importer, wide, dtype_of(x))
+    return _log1p_of(importer, x, one)
+
+
+def _log1p_of(importer: Any, x: relax.Expr, one: relax.Expr) -> Any:
+    shifted = emit(importer, relax.op.add(x, one))
+    kept = emit(importer, relax.op.subtract(shifted, one))
+    ratio = emit(importer, relax.op.divide(x, kept))
+    result = emit(importer, relax.op.multiply(emit(importer, relax.op.log(shifted)), ratio))
+    is_same = emit(importer, relax.op.equal(shifted, one))
+    is_infinite = emit(importer, relax.op.isinf(x))
+    plain = emit(importer, relax.op.log(shifted))
+    return emit(importer, relax.op.where(is_same, x, emit(importer, relax.op.where(is_infinite, plain, result))))
+
+
+def _reduction(op: Callable[..., relax.Expr]) -> Converter:
+    def convert(node: fx.Node, importer: Any) -> Any:
+        a = arguments_of(node, importer)
+        axes = a["dim"] if isinstance(a["dim"], int) else list(a["dim"]) or None
+        x = cast(importer, a["self"], out_dtype(node))
+        return emit(importer, op(x, axes, keepdims=bool(a["keepdim"])))
+
+    return convert
+
+
+def _logsumexp(node: fx.Node, importer: Any) -> Any:
+    a = arguments_of(node, importer)
+    x, axes = a["self"], [a["dim"]] if isinstance(a["dim"], int) else list(a["dim"])
+    top = emit(importer, relax.op.max(x, axes, keepdims=True))
+    zero = relax.const(0, dtype_of(x))
+    top = emit(importer, relax.op.where(emit(importer, relax.op.isinf(top)), zero, top))
+    parts = emit(importer, relax.op.exp(emit(importer, relax.op.subtract(x, top))))
+    total = emit(importer, relax.op.log(emit(importer, relax.op.sum(parts, axes, keepdims=True))))
+    total = emit(importer, relax.op.add(total, top))
+    return total if a["keepdim"] else emit(importer, relax.op.squeeze(total, axes))
+
+
+def _variance_and_mean(node: fx.Node, importer: Any) -> Any:
+    a = arguments_of(node, importer)
+    axes = list(a["dim"]) if a["dim"] else None
+    mean = emit(importer, relax.op.mean(a["self"], axes, keepdims=bool(a["keepdim"])))
+    return [_variance(node, importer), mean]
+
+
+def _group_norm(node: fx.Node, importer: Any) -> Any:
+    """Group norm with or without weights."""
+    a = arguments_of(node, importer)
+    x, channels = a["input"], int(a["input"].ty.shape[1])
+    weight = a["weight"] if a["weight"] is not None else _filled(1, channels, x)
+    bias = a["bias"] if a["bias"] is not None else _filled(0, channels, x)
+    axes = list(range(2, len(x.ty.shape)))
+    norm = relax.op.nn.group_norm(x, weight, bias, int(a["group"]), 1, axes, a["eps"])
+    return [emit(importer, norm), None, None]
+
+
+def _filled(value: int, size: int, like: relax.Expr) -> relax.Constant:
+    return relax.const(np.full(size, value, "float32").astype(_numpy_dtype(dtype_of(like))))
+
+
+def _numpy_dtype(name: str) -> Any:
+    return getattr(ml_dtypes, name) if name == "bfloat16" else name
 
 
 CONVERTERS: dict[str, Converter] = {
-    **dict.fromkeys(("mm.default", "bmm.default", "matmul.default"), _matmul),
-    **dict.fromkeys(("addmm.default", "baddbmm.default"), _addmm),
-    "linear.default": _linear,
-    "convolution.default": _convolution,
-    "scaled_dot_product_attention.default": _attention,
-    "_native_batch_norm_legit_no_training.default": _batch_norm,
+    **PRODUCTS,
     **{f"add.{kind}": _binary(relax.op.add) for kind in ("Tensor", "Scalar")},
     **{f"sub.{kind}": _binary(relax.op.subtract) for kind in ("Tensor", "Scalar")},
     **{f"mul.{kind}": _binary(relax.op.multiply) for kind in ("Tensor", "Scalar")},
@@ -251,6 +238,16 @@ CONVERTERS: dict[str, Converter] = {
     "_softmax.default": _softmax(relax.op.nn.softmax),
     "_log_softmax.default": _softmax(relax.op.nn.log_softmax),
     "var.correction": _variance,
+    "var_mean.correction": _variance_and_mean,
+    "div.Tensor_mode": _divide_rounding,
+    "div.Scalar_mode": _divide_rounding,
+    "expm1.default": _expm1,
+    "log1p.default": _log1p,
+    "amax.default": _reduction(relax.op.max),
+    "amin.default": _reduction(relax.op.min),
+    "prod.dim_int": _reduction(relax.op.prod),
+    "logsumexp.default": _logsumexp,
+    "native_group_norm.default": _group_norm,
     "embedding.default": _embedding,
     "index_select.default": _index_select,
     "select.int": _select,

@@ -38,8 +38,6 @@ WRONG = frozenset(
         "softplus.default",
         "softshrink.default",
         "exponential.default",
-        "expm1.default",
-        "log1p.default",
         "std.correction",
         "prelu.default",
         "rand.default",
@@ -76,7 +74,10 @@ def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgr
         extra: dict[Any, Any] = {t: decomposition_table[t] for t in missing if t in decomposition_table}
         if not extra:
             break
-        program = program.run_decompositions(extra)
+        tried = program.run_decompositions(extra)
+        if any(operator_name(n).startswith("prims.") for n in calls(tried.graph) if not is_known(n, known)):
+            break  # the message names the operators the user wrote
+        program = tried
     return program
 
 

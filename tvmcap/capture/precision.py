@@ -15,7 +15,7 @@ from typing import Any
 import tvm
 from tvm import relax, topi
 
-from tvmcap.capture.converters import HALF
+from tvmcap.capture.emitting import HALF
 
 #: Computed in float32, one value a point.
 _POINTWISE = frozenset(
@@ -91,12 +91,21 @@ def _kept_wide(bindings: Sequence[Any], outputs: Any) -> set[relax.Var]:
     group = _Groups([n.kind in ("product", "reducing") for n in nodes])
     kept = set()
     for i, node in enumerate(nodes):
-        if node.kind == "other" or dominator[i] is None:
+        if node.kind == "other" or dominator[i] is None or _is_rounding(bindings, index, i):
             continue
         between = _between(nodes, i, dominator[i] or 0)
         if all(nodes[j].kind == "pointwise" for j in between) and group.join([i, *between]):
             kept.add(bindings[i].var)
     return kept
+
+
+def _is_rounding(bindings: Sequence[Any], index: dict[relax.Var, int], i: int) -> bool:
+    """Whether binding ``i`` is a cast that the user wrote to round, not one that ends a product."""
+    value = bindings[i].value
+    if _operator(value) != "relax.astype":
+        return False
+    source = index.get(value.args[0])
+    return source is None or _kind(bindings[source].value) != "product"
 
 
 def _kind(value: Any) -> str:

@@ -37,7 +37,9 @@ def of_node(node: fx.Node) -> str:
     if not layers:
         return ""
     path, kind = layers[-1]
-    return f"layer {path.rpartition('fn.')[2] or 'forward'} ({getattr(kind, '__name__', str(kind).rpartition('.')[2])})"
+    if not path.startswith("fn"):
+        return ""
+    return f"layer {path.removeprefix('fn').lstrip('.') or 'forward'} ({getattr(kind, '__name__', str(kind).rpartition('.')[2])})"
 
 
 def of_error(tb: TracebackType | None) -> str:

@@ -30,7 +30,7 @@ class Served:
     Attributes
     ----------
     task: name of the kernel; ``calls`` how often one run of the program calls it.
-    by: ``"template:NAME"``, ``"trace"`` or ``"rule:NAME"``.
+    served_by: ``"template:NAME"``, ``"trace"`` or ``"rule:NAME"``.
     records: for each tuned size, the record's median in microseconds and its candidate.
     ranges: for each variant the largest number of rows it serves ("any" for the last) and its knobs.
     tunable: whether tuning could do something for this kernel.
@@ -38,7 +38,7 @@ class Served:
     """
 
     task: str
-    by: str
+    served_by: str
     calls: int
     tunable: bool = True
     records: dict[str, str] = field(default_factory=dict)

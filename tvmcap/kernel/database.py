@@ -55,12 +55,13 @@ def add_to_database(database: Any, record: Record, bound: Any, target: Any) -> b
 def to_database(
     records: Iterable[Record], found: Iterable[Task], target: Any, database: Any = None
 ) -> Any:
-    """Put the successful records of tasks into a MetaSchedule database (by default a new one in memory).
+    """Put successful records into a MetaSchedule database (by default a new one in memory).
 
     A record holds a workload's hash and not its code, so records of other tasks than ``found`` are
     left out.
     """
-    database = database or ms.database.MemoryDatabase()
+    if database is None:  # an empty one is falsy
+        database = ms.database.MemoryDatabase()
     by_key = {task.key: task for task in found}
     for record in records:
         task = by_key.get(record.key)

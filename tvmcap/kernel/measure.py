@@ -1,4 +1,4 @@
-"""Measure candidates: build them in parallel processes, then check and time them one by one in another.
+"""Measure candidates: build in parallel processes, then check and time in another, one by one.
 
 Nothing that a candidate does, be it a crash, a hang or a wrong result, ends the run: it becomes a
     failure with a cause. Nothing compiles while anything is timed.
@@ -206,7 +206,8 @@ class Measurer:
             if "error" in reply:
                 raise TuneError(
                     f"the unscheduled kernel {workload.task.name} at {workload.sizes} cannot be "
-                    f"computed, so nothing can be checked against it: {reply['error']['cause']}\n{reply['error']['message']}"
+                    f"computed, so nothing can be checked against it: {reply['error']['cause']}\n"
+                    f"{reply['error']['message']}"
                 )
             self._references[key] = path
         return self._references[key]

@@ -151,7 +151,7 @@ class RecordStore:
             with self.path.open("rb") as f:
                 f.seek(self._offset)
                 data = f.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as e:
             raise RecordError(
@@ -212,7 +212,7 @@ class Stores:
         self.writer.append(records)
 
     def usable(self, target: Any, key: TaskKey | None = None) -> list[Record]:
-        """List records made for this target by this TVM (of one task, with ``key``), failures too."""
+        """List records made for this target by this TVM (of one task), failures too."""
         mine = fingerprint(target)
         return [
             record
@@ -230,7 +230,7 @@ class Stores:
         return [r for r in self.usable(target, key) if sizes is None or r.sizes == dict(sizes)]
 
     def best(self, key: TaskKey, sizes: Mapping[str, int], target: Any) -> Record | None:
-        """Return the fastest candidate at these sizes; of one measured twice the later time counts."""
+        """Return the fastest candidate at these sizes; of two timings the later counts."""
         latest: dict[str, Record] = {}
         for store in reversed(self.stores):
             for record in store.records:
@@ -296,7 +296,7 @@ def folders(config: Config, kind: str) -> tuple[Sequence[Path], Path]:
 
 
 def open_stores(config: Config, target: Any) -> Stores:
-    """Open ``log_dir``, the user's folder and the shipped logs; the first of the first two is written to.
+    """Open ``log_dir``, the user's folder and the shipped logs; write to the first there is.
 
     Records of other targets in these folders are kept and skipped. Nothing is created until the
     first append.

@@ -22,7 +22,7 @@ _REDUCTION = 2
 
 @dataclass(frozen=True, eq=False)
 class SizeVar:
-    """A symbolic extent of a kernel with its inclusive bounds; ``max`` is None where there is none."""
+    """A symbolic extent of a kernel with its inclusive bounds; ``max`` None is no bound."""
 
     name: str
     var: Any
@@ -60,7 +60,7 @@ class Task:
         return self.key.workload_hash
 
     def sizes(self, override: Mapping[str, Sequence[int]] | None = None) -> list[dict[str, int]]:
-        """List representative values of the symbolic extents, by name; ``[{}]`` where all is static.
+        """List representative values of the symbolic extents, by name; ``[{}]`` if all is static.
 
         ``override`` gives the values of some by name. Several extents take their values side by
         side, not as a product.
@@ -74,7 +74,7 @@ class Task:
         return list({tuple(r.items()): r for r in rows}.values())
 
     def record_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes as records hold them: ``{"rows": n}``, or ``{"s0": n}`` for a loop nest."""
+        """Return sizes as records hold them: ``{"rows": n}``, or ``{"s0": n}`` for a loop nest."""
         if self.template is not None:
             return {"rows": evaluate(self.problem.rows, self.vars, sizes)}
         return {f"s{i}": int(sizes[v.name]) for i, v in enumerate(self.vars)}
@@ -219,7 +219,7 @@ def extract(mod: Any, target: Any, find: Find) -> list[Task]:
 def make_task(
     func: Any, target: Any, find: Find, bounds: Mapping[str, tuple[int, int | None]] | None = None
 ) -> Task:
-    """Return the task of one PrimFunc; ``bounds`` gives (min, max) of its symbolic extents by name."""
+    """Return the task of one PrimFunc; ``bounds`` gives (min, max) of its extents by name."""
     name = str(func.attrs["global_symbol"]) if "global_symbol" in func.attrs else "main"
     return _task(name, func, target, find, bounds or {})
 

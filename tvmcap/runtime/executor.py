@@ -108,9 +108,7 @@ class Executor:
         else:
             make = DLPackTensors
         framework = self._frameworks.get(make) or make(self.signature, self._library.device, self._copies)
-        self._frameworks[make] = framework
-        for kind in framework.types:
-            self._frameworks[kind] = framework
+        self._frameworks[make] = self._frameworks[type(first)] = framework
         return framework
 
     def _make_plan(self, framework: Any, shapes: tuple[Shape, ...]) -> Plan:

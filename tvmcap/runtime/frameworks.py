@@ -48,7 +48,7 @@ class TorchTensors:
     def __init__(self, signature: Signature, device: Any, copies: Copies) -> None:
         import torch
 
-        self.types = frozenset((torch.Tensor, torch.nn.Parameter))
+        self._types = frozenset((torch.Tensor, torch.nn.Parameter))
         self._torch = torch
         self._copies = copies
         self._device = torch.device(device.type, device.index) if device.type != "cpu" else torch.device("cpu")
@@ -59,7 +59,7 @@ class TorchTensors:
 
     def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
         """Return the tensors to pass, and their shapes."""
-        types, device = self.types, self._device
+        types, device = self._types, self._device
         values, shapes = [], []
         for position, dtype in enumerate(self._dtypes):
             x = leaves[position]
@@ -102,7 +102,7 @@ class TorchTensors:
         return x
 
     def _check(self, x: Any, spec: TensorSpec, dtype: Any) -> None:
-        if type(x) not in self.types:
+        if type(x) not in self._types:
             raise wrong(spec.name, "a plain torch.Tensor", type(x).__name__, "convert it first")
         if x.layout is not self._torch.strided:
             raise wrong(spec.name, "a dense tensor", str(x.layout), "call .to_dense()")
@@ -150,7 +150,7 @@ class NumpyTensors:
 
         if device.type != "cpu":
             raise InputError(f"expected tensors on {device}, got NumPy arrays: pass torch tensors on the GPU")
-        self.types = frozenset((np.ndarray,))
+        self._types = frozenset((np.ndarray,))
         self._np = np
         self._copies = copies
         self._device = device
@@ -172,7 +172,7 @@ class NumpyTensors:
 
     def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
         """Return the arrays as tensors to pass, and their shapes."""
-        types, import_tensor = self.types, self._import
+        types, import_tensor = self._types, self._import
         values, shapes = [], []
         for position, dtype in enumerate(self._dtypes):
             x, tensor = leaves[position], None
@@ -258,8 +258,6 @@ class NumpyTensors:
 
 class DLPackTensors:
     """Anything with ``__dlpack__`` in, tvm_ffi.Tensor out."""
-
-    types: frozenset[type] = frozenset()
 
     def __init__(self, signature: Signature, device: Any, copies: Copies) -> None:
         self._signature = signature

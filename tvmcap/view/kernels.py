@@ -25,7 +25,7 @@ def table(module: tvm.IRModule, signature: Signature) -> dict[str, Any]:
 
     ``module`` is planned (destinations among the arguments) or still in ``call_tir`` form.
     """
-    arenas = (module.attrs or {}).get("tvmcap.arenas")
+    arenas = (module.attrs or {}).get("tvmcap.storage")
     planned = None if arenas is None else {str(k): int(v) for k, v in arenas.items()}
     return {"kernels": _Walker(module, signature).run(), "arenas": planned}
 

@@ -1,0 +1,8 @@
+"""Makes ``fake_template`` importable, here and in the worker processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,122 @@
+"""Tasks: what is worth tuning, at which sizes, under which key."""
+
+from __future__ import annotations
+
+import fake_template as fake
+import numpy as np
+import pytest
+import tvm
+from tvm import relax, tirx
+
+from tvmcap.kernel import tasks
+
+
+def no_template(func, target):
+    return None
+
+
+def extract(mod, find=no_template):
+    return tasks.extract(mod, fake.target(), find)
+
+
+def test_names_of_variables_and_functions_do_not_matter() -> None:
+    (a,) = extract(fake.module(name="B"))
+    (b,) = extract(fake.module(name="tokens"))
+    (c,) = extract(fake.module(k=64))
+    assert a.key == b.key
+    assert a.key != c.key
+    assert (
+        tasks.make_task(a.func.with_attr("global_symbol", "other"), fake.target(), no_template).key
+        == a.key
+    )
+
+
+def test_template_key_covers_static_and_symbolic_rows() -> None:
+    (symbolic,) = extract(fake.module(), fake.find)
+    (static,) = extract(fake.module(rows=16), fake.find)
+    assert symbolic.key == static.key
+    assert symbolic.key.template == "fake" and symbolic.key.template_hash
+    assert symbolic.record_sizes({"B": 16}) == static.record_sizes({}) == {"rows": 16}
+
+
+def test_equal_kernels_are_one_task_with_a_count() -> None:
+    (task,) = extract(fake.module(k=32, n=32, calls=3))
+    assert task.count == 3
+
+
+def test_sizes_keep_to_the_bounds() -> None:
+    (task,) = extract(fake.module())
+    assert task.sizes() == [{"B": 1}, {"B": 16}, {"B": 64}]
+    assert task.sizes({"B": [3, 5]}) == [{"B": 3}, {"B": 5}]
+    assert extract(fake.module(rows=16))[0].sizes() == [{}]
+
+
+@pytest.mark.parametrize(
+    "low, high, expected",
+    [
+        (1, None, [1, 16, 128, 512]),
+        (1, 8192, [1, 16, 128, 512]),
+        (20, 100, [100]),
+        (600, 900, [900]),
+    ],
+)
+def test_representative_sizes(low: int, high: int | None, expected: list[int]) -> None:
+    (task,) = extract(fake.module())
+    bounds = {"B": (low, high)}
+    assert [
+        s["B"] for s in tasks.make_task(task.func, fake.target(), no_template, bounds).sizes()
+    ] == expected
+
+
+def test_small_elementwise_kernels_are_not_tasks() -> None:
+    def relu(rows: int) -> tvm.IRModule:
+        builder = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorType((rows, 1024), "float32"))
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                out = builder.emit_output(builder.emit(relax.op.nn.relu(x)))
+            builder.emit_func_output(out)
+        return relax.transform.LegalizeOps()(builder.get())
+
+    assert extract(relu(4)) == []
+    assert len(extract(relu(1024))) == 1
+
+
+def test_bind_gives_static_code_and_leaves_the_task_alone() -> None:
+    (task,) = extract(fake.module())
+    before = tvm.ir.save_json(task.func)
+    bound = tasks.bind(task, {"B": 7})
+    assert [int(e) for e in bound.params[0].shape] == [7, 32]
+    assert tasks.size_vars(bound) == []
+    assert tvm.ir.save_json(task.func) == before
+    x, w = (
+        np.random.default_rng(0).standard_normal((7, 32)),
+        np.random.default_rng(1).standard_normal((32, 48)),
+    )
+    args = [tvm.runtime.tensor(a.astype("float32")) for a in (x, w, np.zeros((7, 48)))]
+    tvm.compile(tvm.IRModule({"main": bound.with_attr("global_symbol", "main")}), fake.target())[
+        "main"
+    ](*args)
+    np.testing.assert_allclose(args[2].numpy(), x @ w, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_of_an_expression_of_variables() -> None:
+    b, t = tirx.Var("b", "int64"), tirx.Var("t", "int64")
+    free = [tasks.SizeVar("b", b), tasks.SizeVar("t", t)]
+    assert tasks.evaluate(b * t + 1, free, {"b": 3, "t": 5}) == 16
+
+
+def test_work_counts_operations_and_bytes() -> None:
+    (task,) = extract(fake.module())
+    flops, nbytes = tasks.work(task, {"B": 16})
+    assert flops == pytest.approx(2 * 16 * 32 * 48)
+    assert nbytes == 4 * (16 * 32 + 32 * 48 + 16 * 48)
+
+
+def test_schedules_change_what_they_were_made_from() -> None:
+    """A trap of this TVM that ``features.copy_func`` is there for: fails when TVM mends it."""
+    (task,) = extract(fake.module())
+    before = tvm.ir.save_json(task.func)
+    sch = tvm.s_tir.Schedule(tvm.IRModule({"main": task.func.with_attr("global_symbol", "main")}))
+    sch.parallel(sch.get_loops(sch.get_child_blocks(sch.get_sblock("root"))[0])[0])
+    assert tvm.ir.save_json(task.func) != before

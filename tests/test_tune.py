@@ -1,0 +1,211 @@
+"""Tuning as a whole: trials, budgets, interruption, failures, resuming, and two tuners at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "kernel"))
+
+import fake_template as fake
+
+from tvmcap.base.config import Config
+from tvmcap.base.errors import RecordError, TuneError
+from tvmcap.kernel import measure, tuner
+from tvmcap.kernel.records import RecordStore
+from tvmcap.tune import tune_module
+from tvmcap.view import progress as view
+
+TARGET = fake.target()
+
+
+@pytest.fixture(autouse=True)
+def own_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "user"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = measure.Measurer.__init__
+
+    def quick_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "time_s": 0.02})
+
+    monkeypatch.setattr(measure.Measurer, "__init__", quick_init)
+
+
+def run(
+    folder: Path, trials: int, find: Any = fake.find, progress: Any = None, **options: Any
+) -> Any:
+    config = Config(log_dir=str(folder), tune=trials, **options)
+    return tune_module(fake.module(), TARGET, config, progress, find=find)
+
+
+class Spy:
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.stop_after = stop_after
+
+    def start(self, trials: int) -> None:
+        self.calls.append(("start", trials))
+
+    def update(self, *state: Any) -> None:
+        self.calls.append(("update", *state))
+        if self.stop_after is not None and len(self.calls) > self.stop_after:
+            raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+def test_trials_are_split_over_sizes_and_resumed(tmp_path: Path) -> None:
+    spy = Spy()
+    first = run(tmp_path, 8, progress=spy)
+    assert first.trials == 8 and first.stopped == "trials" and not first.failures
+    assert {r.name for r in first.results} == {"matmul[B=1]", "matmul[B=16]", "matmul[B=64]"}
+    assert spy.calls[0] == ("start", 8) and spy.calls[-1] == ("finish",)
+    assert [c[3] for c in spy.calls if c[0] == "update"] == list(range(1, 9))
+    assert str(tmp_path) in first.log and "8 trials" in str(first)
+    second = run(tmp_path, 100)
+    assert second.stopped == "exhausted"
+    assert first.trials + second.trials == 15
+    assert run(tmp_path, 100).trials == 0
+    for result in second.results:
+        assert result.after_us is not None and result.before_us is not None
+        assert result.candidate is not None
+
+
+def test_failures_are_tallied_and_do_not_stop_the_run(tmp_path: Path) -> None:
+    result = run(tmp_path, 21, fake.find_failing)
+    expected = ("wrong result", "build crash", "lower", "compile", "run crash")
+    assert result.failures == dict.fromkeys(expected, 3)
+    assert all(json.loads(r.candidate)["mode"] == fake.GOOD for r in result.results)
+    store = RecordStore(tmp_path)
+    assert sum(r.error is not None for r in store.records) == 15
+
+
+def test_a_first_batch_that_fails_whole_stops_with_its_cause(tmp_path: Path) -> None:
+    with pytest.raises(TuneError, match="cp_async") as error:
+        run(tmp_path, 40, fake.find_broken)
+    assert "4 compile" in str(error.value)
+    assert len(RecordStore(tmp_path).records) == 4
+
+
+def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
+    result = run(tmp_path, 40, progress=Spy(stop_after=3))
+    assert result.interrupted and result.trials == 3
+    assert len(RecordStore(tmp_path).records) == 3
+    assert any(r.after_us is not None for r in result.results)
+
+
+def test_unwritable_folder_is_an_error_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(measure.Measurer, "__init__", never)
+    (tmp_path / "log").write_text("a file")
+    with pytest.raises(RecordError, match="log_dir="):
+        run(tmp_path / "log", 4)
+
+
+def test_a_budget_ends_the_run_within_a_batch(tmp_path: Path) -> None:
+    result = run(tmp_path, 1000, budget_s=1e-3)
+    assert result.stopped == "budget" and result.trials <= 8
+
+
+def test_nothing_to_tune(tmp_path: Path) -> None:
+    import tvm
+
+    result = tune_module(tvm.IRModule({}), TARGET, Config(log_dir=str(tmp_path), tune=4))
+    assert result.results == () and result.trials == 0 and "0 trials" in str(result)
+
+
+def test_loop_nests_are_tuned_and_converted(tmp_path: Path) -> None:
+    result = run(tmp_path, 5, lambda f, t: None, seed=1)
+    assert result.trials == 5
+    store = RecordStore(tmp_path)
+    assert {r.kind for r in store.records} == {"trace"}
+    assert any(r.trace for r in store.records)
+
+
+_SCRIPT = """
+import sys
+sys.path.insert(0, {kernel!r})
+import fake_template as fake
+from tvmcap.base.config import Config
+from tvmcap.tune import tune_module
+tune_module(fake.module(), fake.target(), Config(log_dir={log!r}, tune=100, seed={seed}), find=fake.find)
+"""
+
+
+def start_tuner(log: Path, seed: int) -> subprocess.Popen[bytes]:
+    script = _SCRIPT.format(kernel=str(Path(__file__).parent / "kernel"), log=str(log), seed=seed)
+    root = str(Path(__file__).parents[1])
+    return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": root})
+
+
+def test_kill_in_mid_tuning_keeps_the_records_and_leaves_no_workers(tmp_path: Path) -> None:
+    import psutil
+
+    process = start_tuner(tmp_path, 0)
+    deadline = time.monotonic() + 120
+    while len(RecordStore(tmp_path).records) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert workers
+    gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+    kept = len(RecordStore(tmp_path).records)
+    assert kept >= 2
+    assert run(tmp_path, 100).trials <= 15 - 2
+
+
+def test_two_tuners_on_one_store(tmp_path: Path) -> None:
+    tuners = [start_tuner(tmp_path, seed) for seed in (1, 2)]
+    assert [t.wait(240) for t in tuners] == [0, 0]
+    store = RecordStore(tmp_path)
+    assert store.bad_lines == 0
+    assert len({(r.candidate, r.sizes["rows"]) for r in store.records}) == 15
+
+
+def test_progress_views(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    import io
+
+    from rich.console import Console
+
+    assert isinstance(view.default_progress(), view.LogProgress)
+    out = io.StringIO()
+    shown = view.RichProgress(Console(file=out, force_terminal=True, width=120))
+    with caplog.at_level("INFO", logger="tvmcap"):
+        for p in (shown, view.LogProgress()):
+            p.start(2)
+            p.update("task", None, 1, 0, 100.0)
+            p.update("task", 12345.6, 2, 1, 3.0)
+            p.finish()
+    assert "12.35 ms" in out.getvalue() and "1 failed" in out.getvalue()
+    assert "2/2 trials" in caplog.text and "12.35 ms" in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_prefer_the_heavy_task() -> None:
+    entry = dict(session=None, batch=4, before=None)
+    heavy = tuner.Entry(weight=0.9, **entry)  # type: ignore[arg-type]
+    light = tuner.Entry(weight=0.1, **entry)  # type: ignore[arg-type]
+    assert heavy.priority > light.priority
+    heavy.gain, heavy.batches = 0.0, 60
+    assert light.priority > heavy.priority

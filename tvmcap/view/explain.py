@@ -1,0 +1,69 @@
+"""explain: what was captured and frozen, what serves each kernel, and what would make it faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvmcap.view.inspect import signature_text
+
+
+def explain(compiled: Any) -> str:
+    """Say what the library is made of, and which record or rule serves each kernel at which sizes."""
+    manifest = compiled.manifest
+    sections = [_origin(compiled), signature_text(manifest.signature)]
+    if manifest.frozen:
+        names = ", ".join(manifest.frozen)
+        sections.append(f"frozen at build (a later change in PyTorch is not seen): {names}")
+    sections.append("\n".join(["kernels", *map(_task, manifest.coverage)]))
+    notice = tuning_notice(manifest.coverage)
+    return "\n\n".join([*sections, notice] if notice else sections)
+
+
+def _origin(compiled: Any) -> str:
+    manifest = compiled.manifest
+    target = manifest.target
+    name = target.get("arch") or target.get("mcpu") or ""
+    lines = [f"library for {target['kind']} {name}".rstrip()]
+    if manifest.key:
+        where = "from the compile cache" if compiled.from_cache else "compiled"
+        lines.append(f"{where}, key {manifest.key}")
+    if not compiled.from_cache and compiled.passes:
+        longest = sorted(compiled.passes, key=lambda p: -p[1])[:3]
+        steps = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
+        total = sum(seconds for _, seconds in compiled.passes)
+        lines.append(f"{total:.2f} s of work; longest: {steps}")
+    if compiled.executor is None:
+        lines.append(f"cannot run here: {compiled.foreign}")
+    else:
+        lines.append(
+            f"inputs copied so far (not contiguous or misaligned): {compiled.executor.copies}"
+        )
+    state = {True: "yes", False: "no", None: "not yet: tvmcap.verify(lib, reference=fn)"}
+    lines.append(f"verified: {state[manifest.verified]}")
+    return "\n".join(lines)
+
+
+def _task(task: Mapping[str, Any]) -> str:
+    calls = int(task.get("calls") or 1)
+    times = f", {calls} calls" if calls > 1 else ""
+    lines = [f"  {task['task']}: {task.get('by', task.get('served_by', ''))}{times}"]
+    for size, record in dict(task.get("records") or {}).items():
+        lines.append(f"    tuned at {size}: {record}")
+    for bound, knobs in dict(task.get("ranges") or {}).items():
+        limit = "any size above" if bound == "any" else f"up to {bound} rows"
+        lines.append(f"    {limit}: {knobs}")
+    if task.get("reason"):
+        lines.append(f"    fell back: {task['reason']}")
+    return "\n".join(lines)
+
+
+def tuning_notice(coverage: Any) -> str:
+    tunable = [task for task in coverage if task.get("tunable", True)]
+    tuned = sum(1 for task in tunable if task.get("tuned"))
+    if not tunable:
+        return ""
+    advice = (
+        "" if tuned == len(tunable) else "; tvmcap tune, or build(..., tune=64), tunes the rest"
+    )
+    return f"{tuned} of {len(tunable)} tasks tuned{advice}"
