@@ -1,4 +1,4 @@
-"""Small libraries for the tests of export, loading and calling, written in the form that lowering produces."""
+"""Small libraries for the tests of export, loading and calling, in the form lowering makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from tvmcap.base.manifest import Manifest
 from tvmcap.base.signature import DimSpec, Signature, TensorSpec
 
 LEAF: dict[str, Any] = {"kind": "leaf", "index": 0}
-VERSIONS = {"tvmcap": "0", "tvm": version("apache-tvm"), "tvm_ffi": version("apache-tvm-ffi"), "torch": None}
+VERSIONS = {
+    "tvmcap": "0",
+    "tvm": version("apache-tvm"),
+    "tvm_ffi": version("apache-tvm-ffi"),
+    "torch": None,
+}
 HIDDEN, WIDTH = 8, 8
 
 
@@ -20,7 +25,9 @@ def leaves(count: int) -> dict[str, Any]:
     return {"kind": "tuple", "items": [{"kind": "leaf", "index": i} for i in range(count)]}
 
 
-def chain_signature(dtype: str = "float32", minimum: int = 0, maximum: int | None = None) -> Signature:
+def chain_signature(
+    dtype: str = "float32", minimum: int = 0, maximum: int | None = None
+) -> Signature:
     """Return the signature of ``chain``: ``out[B, 8] = x[B, 8] @ w[8, 8] @ w``."""
     return Signature(
         inputs=(TensorSpec("x", dtype, ("B", HIDDEN)), TensorSpec("w", dtype, (HIDDEN, WIDTH))),
@@ -34,7 +41,9 @@ def chain_signature(dtype: str = "float32", minimum: int = 0, maximum: int | Non
 
 def manifest_for(signature: Signature, **fields: Any) -> Manifest:
     """Return a manifest for this machine."""
-    return replace(Manifest(versions=VERSIONS, target={"kind": "llvm"}, signature=signature), **fields)
+    return replace(
+        Manifest(versions=VERSIONS, target={"kind": "llvm"}, signature=signature), **fields
+    )
 
 
 def compile_module(module: Any, plan: bool = True) -> Any:
@@ -85,10 +94,14 @@ def chain_module(dtype: str = "float32", parallel: bool = True) -> Any:
 
 
 def pair_signature() -> Signature:
-    """Return the signature of ``pair``: a nested call, and a result that is not empty when the batch is."""
+    """Return the signature of ``pair``: nested, with a result that an empty batch leaves full."""
     tensor = ("B", WIDTH)
     items = [
-        {"kind": "dict", "keys": ["x", "y"], "items": [{"kind": "leaf", "index": 0}, {"kind": "leaf", "index": 1}]},
+        {
+            "kind": "dict",
+            "keys": ["x", "y"],
+            "items": [{"kind": "leaf", "index": 0}, {"kind": "leaf", "index": 1}],
+        },
         {"kind": "const", "value": 2},
     ]
     parts = {"kind": "tuple", "items": [{"kind": "leaf", "index": 1}, {"kind": "leaf", "index": 2}]}
@@ -101,7 +114,11 @@ def pair_signature() -> Signature:
         ),
         dims=(DimSpec("B"),),
         in_tree={"kind": "tuple", "items": items},
-        out_tree={"kind": "dict", "keys": ["sum", "parts"], "items": [{"kind": "leaf", "index": 0}, parts]},
+        out_tree={
+            "kind": "dict",
+            "keys": ["sum", "parts"],
+            "items": [{"kind": "leaf", "index": 0}, parts],
+        },
         arg_names=("data", "scale"),
     )
 
@@ -178,7 +195,7 @@ def write_pair(path: Path) -> Path:
 
 
 def scale_module() -> Any:
-    """``out = x * weight + bias`` with both weights as parameters of main, as large weights arrive."""
+    """``out = x * w + b[2]`` with weights as parameters of main, as large weights arrive."""
     from tvm.script import ir as I
     from tvm.script import relax as R
     from tvm.script import tirx as T
@@ -187,7 +204,10 @@ def scale_module() -> Any:
     class Scale:
         @T.prim_func(s_tir=True, private=True)
         def scale(
-            xh: T.handle, w: T.Buffer((T.int64(8),), "float32"), b: T.Buffer((T.int64(3),), "float32"), oh: T.handle
+            xh: T.handle,
+            w: T.Buffer((T.int64(8),), "float32"),
+            b: T.Buffer((T.int64(3),), "float32"),
+            oh: T.handle,
         ):
             T.func_attr({"tirx.noalias": True})
             B = T.int64()
@@ -227,7 +247,9 @@ def write_chain(path: Path, dtype: str = "float32", parallel: bool = True, **fie
     from tvmcap.library import export
 
     signature = fields.pop("signature", chain_signature(dtype))
-    export.write(compile_module(chain_module(dtype, parallel)), path, manifest_for(signature, **fields))
+    export.write(
+        compile_module(chain_module(dtype, parallel)), path, manifest_for(signature, **fields)
+    )
     return path
 
 
@@ -255,7 +277,9 @@ def long_chain_module() -> Any:
 
         @R.function(pure=False)
         def main(
-            x: R.Tensor((16, 8), "float32"), w: R.Tensor((8, 8), "float32"), out: R.Tensor((16, 8), "float32")
+            x: R.Tensor((16, 8), "float32"),
+            w: R.Tensor((8, 8), "float32"),
+            out: R.Tensor((16, 8), "float32"),
         ) -> R.Tuple():
             cls = Long
             a = R.builtin.alloc_tensor(R.shape([16, 8]), "float32", 0)

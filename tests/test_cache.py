@@ -37,11 +37,23 @@ def never(path: Path) -> None:
 
 
 def test_a_key_is_of_the_content() -> None:
-    parts = {"source": "def f(x): ...", "options": {"tune": 3, "target": None}, "sizes": [1, 2.5, True]}
-    reordered = {"sizes": [1, 2.5, True], "options": {"target": None, "tune": 3}, "source": "def f(x): ..."}
+    parts = {
+        "source": "def f(x): ...",
+        "options": {"tune": 3, "target": None},
+        "sizes": [1, 2.5, True],
+    }
+    reordered = {
+        "sizes": [1, 2.5, True],
+        "options": {"target": None, "tune": 3},
+        "source": "def f(x): ...",
+    }
     assert cache.key(parts) == cache.key(reordered)
     assert len(cache.key(parts)) == 64
-    others = [{**parts, "source": "def f(y): ..."}, {**parts, "sizes": [2.5, 1, True]}, {**parts, "more": None}]
+    others = [
+        {**parts, "source": "def f(y): ..."},
+        {**parts, "sizes": [2.5, 1, True]},
+        {**parts, "more": None},
+    ]
     assert len({cache.key(p) for p in [parts, *others]}) == 4
 
 
@@ -90,7 +102,9 @@ def test_an_entry_without_its_weights_is_dropped(tmp_path: Path) -> None:
     def with_weights(path: Path) -> None:
         path.write_bytes(b"\x7fELF")
         (path.parent / f"{path.name}.safetensors").write_bytes(bytes(100))
-        append_manifest(path, replace(MANIFEST, weights=Weights(f"{path.name}.safetensors", "", ())))
+        append_manifest(
+            path, replace(MANIFEST, weights=Weights(f"{path.name}.safetensors", "", ()))
+        )
 
     path = cache.store("k", with_weights, tmp_path)
     assert cache.status(tmp_path).bytes == path.stat().st_size + 100
@@ -116,7 +130,10 @@ print(cache.store("k", slow, folder / "cache"))
 def test_two_processes_build_once(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RACE, str(tmp_path)]
-    both = [subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     printed = {process.communicate(timeout=60)[0].strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
     assert printed == {str(tmp_path / "cache" / "k.so")}
@@ -127,7 +144,9 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 def test_a_killed_build_does_not_block_the_next(tmp_path: Path) -> None:
     code = RACE.replace("time.sleep(0.5)", "time.sleep(60)")
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
     )
     deadline = time.monotonic() + 30
     while not (tmp_path / "builds").exists() and time.monotonic() < deadline:

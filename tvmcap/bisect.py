@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -281,7 +282,8 @@ class Cut:
                 return flatten(signature.out_tree, captured.eager(*values[:count], **named))
 
         with torch.no_grad():
-            graph: Any = torch.export.export(Flat().eval(), tuple(leaves)).module()
+            program = torch.export.export(Flat().eval(), tuple(leaves))
+            graph: Any = program.module(check_guards=False)
         nodes = [n for n in graph.graph.nodes if n.op == "call_function" and _is_value(n)]
         return Cut(graph, leaves, nodes)
 
@@ -294,16 +296,19 @@ class Cut:
             if node is self.nodes[index]:
                 copy.output(kept[node])
                 break
-        copy.eliminate_dead_code()
-        module = torch.fx.GraphModule(self.graph, copy)
+        module: Any = torch.fx.GraphModule(self.graph, copy)
+        module.graph.eliminate_dead_code()
+        module.recompile()
         return module.eval()
 
     def describe(self, index: int) -> Operator:
-        """Name the operator and the last line of its source."""
+        """Name the operator, and the last line outside PyTorch that led to it."""
         node = self.nodes[index]
         trace = [s.strip() for s in str(node.meta.get("stack_trace") or "").splitlines()]
         files = [i for i, s in enumerate(trace) if s.startswith("File ")]
-        line = " ".join(trace[files[-1] : files[-1] + 2]) if files else ""
+        home = os.path.dirname(torch.__file__)
+        users = [i for i in files if home not in trace[i]] or files
+        line = " ".join(trace[users[-1] : users[-1] + 2]) if users else ""
         return Operator(node.name, str(node.target), line)
 
 

@@ -1,4 +1,4 @@
-"""The compile cache: one library file a key, shared by processes, in a folder that may be deleted at any time."""
+"""The compile cache: one library file a key, shared by processes, that may vanish at any time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class Status:
 
 
 def key(parts: Mapping[str, Any]) -> str:
-    """Return the sha256 of ``parts`` as canonical JSON: whatever the library depends on must be in it."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    """Return the sha256 of ``parts`` as canonical JSON: all that the library depends on."""
+    text = json.dumps(
+        parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -63,12 +65,15 @@ def lookup(key: str, folder: str | os.PathLike[str] | None = None) -> Path | Non
     return path
 
 
-def store(key: str, build: Callable[[Path], object], folder: str | os.PathLike[str] | None = None) -> Path:
+def store(
+    key: str, build: Callable[[Path], object], folder: str | os.PathLike[str] | None = None
+) -> Path:
     """Return the library of ``key``, built by ``build(path)`` unless it is there.
 
-    ``build`` writes the file whole or not at all (``library.export.write`` does). Of several processes that ask for one
-    key one builds; the others wait and get its file. A folder that cannot be written to is replaced by a temporary
-    one for the life of this process, with a warning.
+    ``build`` writes the file whole or not at all (``library.export.write`` does). Of several
+    processes that ask for one key one builds; the others wait and get its file. A folder that
+    cannot be written to is replaced by a temporary one for the life of this process, with a
+    warning.
     """
     found = lookup(key, folder)
     if found is not None:
@@ -98,7 +103,8 @@ def _writable(folder: str | os.PathLike[str] | None) -> Path:
     except OSError as e:
         temporary = Path(_temporary_folder().name)
         _log.warning(
-            "cannot write to the compile cache %s (%s): this process keeps its libraries in %s and the next one "
+            "cannot write to the compile cache %s (%s): this process keeps its libraries in %s "
+            "and the next one "
             "compiles again; set cache_dir to a folder that you may write to",
             path,
             e.strerror or e,
@@ -125,7 +131,7 @@ def clear(folder: str | os.PathLike[str] | None = None) -> Status:
 
 
 def prune(max_bytes: int, folder: str | os.PathLike[str] | None = None) -> Status:
-    """Remove the least recently used libraries until the rest fits ``max_bytes``; returns what was removed."""
+    """Remove the least recently used until the rest fits ``max_bytes``; return what was removed."""
     place = Path(folder if folder is not None else default_folder())
     entries = sorted(_entries(place), key=lambda entry: entry[2])
     total, removed, freed = sum(size for _, size, _ in entries), 0, 0
@@ -139,7 +145,7 @@ def prune(max_bytes: int, folder: str | os.PathLike[str] | None = None) -> Statu
 
 
 def _entries(folder: Path) -> list[tuple[Path, int, float]]:
-    """Path, bytes and time of last use of every library; files that vanish meanwhile are left out."""
+    """Path, bytes and time of last use of every library, without files that vanish meanwhile."""
     entries = []
     for path in folder.glob("[!.]*.so"):
         try:

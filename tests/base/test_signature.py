@@ -17,7 +17,9 @@ def test_json_round_trip(signature: Signature) -> None:
     assert Signature.from_json(json.loads(json.dumps(signature.to_json()))) == signature
 
 
-@pytest.mark.parametrize("missing", ["inputs", "outputs", "dims", "in_tree", "out_tree", "arg_names"])
+@pytest.mark.parametrize(
+    "missing", ["inputs", "outputs", "dims", "in_tree", "out_tree", "arg_names"]
+)
 def test_a_missing_field_is_an_error(missing: str) -> None:
     data = chain_signature().to_json()
     del data[missing]
@@ -34,13 +36,24 @@ def test_a_field_of_another_kind_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("size", "value"),
-    [(7, 7), ("B", 5), ("B*4 + 1", 21), ("(B + T) // 2", 7), ("B % 3", 2), ("max(B, T) - min(B, T)", 5), ("-B + T", 5)],
+    [
+        (7, 7),
+        ("B", 5),
+        ("B*4 + 1", 21),
+        ("(B + T) // 2", 7),
+        ("B % 3", 2),
+        ("max(B, T) - min(B, T)", 5),
+        ("-B + T", 5),
+    ],
 )
 def test_sizes(size: int | str, value: int) -> None:
     assert evaluate(size, {"B": 5, "T": 10}) == value
 
 
-@pytest.mark.parametrize("size", ["C", "B.__class__", "__import__('os')", "B**9", "B if B else 1", "B[0]", "", "B//0", "'B'"])
+@pytest.mark.parametrize(
+    "size",
+    ["C", "B.__class__", "__import__('os')", "B**9", "B if B else 1", "B[0]", "", "B//0", "'B'"],
+)
 def test_what_is_no_arithmetic_is_refused(size: str) -> None:
     with pytest.raises(LibraryError, match="cannot evaluate"):
         evaluate(size, {"B": 5})

@@ -62,7 +62,11 @@ def test_large_weights_lie_beside(tmp_path: Path, weights: dict[str, np.ndarray]
 def test_the_weights_file_is_safetensors(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     safetensors = pytest.importorskip("safetensors.numpy")
-    tensors = {"odd": np.arange(3, dtype=np.int8), "w": np.random.default_rng(0).random((16, 4)), "flag": np.array([True])}
+    tensors = {
+        "odd": np.arange(3, dtype=np.int8),
+        "w": np.random.default_rng(0).random((16, 4)),
+        "flag": np.array([True]),
+    }
     write_tensors(tmp_path / "w.safetensors", tensors)
     loaded = safetensors.load_file(tmp_path / "w.safetensors")
     assert set(loaded) == set(tensors)
@@ -73,7 +77,8 @@ def test_the_weights_file_is_safetensors(tmp_path: Path) -> None:
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    names = "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool float8_e4m3fn float8_e5m2"
+    names = "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool"
+    names += " float8_e4m3fn float8_e5m2"
     tensors = {name: (torch.rand(3, 5) * 9).to(getattr(torch, name)) for name in names.split()}
     tensors["empty"] = torch.empty(0, 3)
     digest = write_tensors(tmp_path / "w.safetensors", tensors)
@@ -84,7 +89,9 @@ def test_every_dtype_comes_back(tmp_path: Path) -> None:
         assert bytes(data) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_changed_or_missing_weights_are_damage(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+def test_changed_or_missing_weights_are_damage(
+    tmp_path: Path, weights: dict[str, np.ndarray]
+) -> None:
     path = libs.write_scale(tmp_path / "scale.so", weights)
     file = export.weights_path(path)
     data = bytearray(file.read_bytes())
@@ -112,7 +119,9 @@ def test_what_is_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
 def test_offsets_outside_the_file_are_damage(tmp_path: Path) -> None:
     import hashlib
 
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}
+    ).encode()
     content = struct.pack("<Q", len(header)) + header + bytes(16)
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
@@ -138,7 +147,9 @@ def test_copying_takes_the_weights_along(tmp_path: Path, weights: dict[str, np.n
     run_scale(target, weights)
 
 
-def test_copying_without_the_weights_is_an_error(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+def test_copying_without_the_weights_is_an_error(
+    tmp_path: Path, weights: dict[str, np.ndarray]
+) -> None:
     source = libs.write_scale(tmp_path / "scale.so", weights)
     export.weights_path(source).unlink()
     with pytest.raises(LibraryError, match="are missing; copy both files"):
@@ -163,7 +174,9 @@ def test_places_that_cannot_be_written(chain: Path, tmp_path: Path) -> None:
         export.copy_library(chain, tmp_path / "file" / "block.so")
 
 
-def test_a_folder_without_permission(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object, **kwargs: object) -> int:
         raise PermissionError(13, "Permission denied")
 

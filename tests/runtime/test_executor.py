@@ -157,7 +157,9 @@ def test_read_only_arrays(run: Executor, x: torch.Tensor, w: torch.Tensor) -> No
     assert run.copies == before
 
 
-def test_arrays_of_a_subclass_and_of_files(run: Executor, x: torch.Tensor, w: torch.Tensor, tmp_path: Path) -> None:
+def test_arrays_of_a_subclass_and_of_files(
+    run: Executor, x: torch.Tensor, w: torch.Tensor, tmp_path: Path
+) -> None:
     np.save(tmp_path / "x.npy", x.numpy())
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     np.testing.assert_allclose(run(mapped, w.numpy()), (x @ w @ w).numpy(), rtol=1e-5)
@@ -279,14 +281,28 @@ def test_wrong_structures(nested: Executor, args: Any, kwargs: Any, message: str
     [
         (((5, 8), (8, 8)), torch.float64, "'x': expected .*float32, got .*float64"),
         (((5, 8), (8, 8)), torch.int32, "float32, got .*int32"),
-        (((5, 2, 4), (8, 8)), torch.float32, r"'x': expected 2 dimensions \[B, 8\], got \[5, 2, 4\]"),
+        (
+            ((5, 2, 4), (8, 8)),
+            torch.float32,
+            r"'x': expected 2 dimensions \[B, 8\], got \[5, 2, 4\]",
+        ),
         (((8,), (8, 8)), torch.float32, r"expected 2 dimensions"),
-        (((5, 9), (8, 8)), torch.float32, r"'x': expected size 8 in dimension 1 of \[B, 8\], got \[5, 9\]"),
+        (
+            ((5, 9), (8, 8)),
+            torch.float32,
+            r"'x': expected size 8 in dimension 1 of \[B, 8\], got \[5, 9\]",
+        ),
         (((5, 8), (8, 7)), torch.float32, r"'w': expected size 8"),
-        (((4097, 8), (8, 8)), torch.float32, "dimension 0 of 'x': expected B of at least 0 and at most 4096, got 4097"),
+        (
+            ((4097, 8), (8, 8)),
+            torch.float32,
+            "dimension 0 of 'x': expected B of at least 0 and at most 4096, got 4097",
+        ),
     ],
 )
-def test_tensors_that_do_not_fit(run: Executor, kind: str, shapes: Any, dtype: Any, message: str) -> None:
+def test_tensors_that_do_not_fit(
+    run: Executor, kind: str, shapes: Any, dtype: Any, message: str
+) -> None:
     convert = KINDS[kind][0]
     arguments = [convert(torch.ones(shape, dtype=dtype)) for shape in shapes]
     for _ in range(2):  # a refused shape is not remembered as a good one
@@ -295,14 +311,19 @@ def test_tensors_that_do_not_fit(run: Executor, kind: str, shapes: Any, dtype: A
 
 
 def test_a_minimum(folder: Path, w: torch.Tensor) -> None:
-    run = Executor(libs.write_chain(folder / "bounded.so", signature=libs.chain_signature(minimum=2)))
+    run = Executor(
+        libs.write_chain(folder / "bounded.so", signature=libs.chain_signature(minimum=2))
+    )
     with pytest.raises(InputError, match="expected B of at least 2, got 1"):
         run(torch.rand(1, 8), w)
     run(torch.rand(2, 8), w)
 
 
 def test_unequal_sizes_of_one_name(nested: Executor) -> None:
-    with pytest.raises(InputError, match=r"'data\.y': expected B = 3 \(the size that dimension 0 of 'data\.x' has\)"):
+    with pytest.raises(
+        InputError,
+        match=r"'data\.y': expected B = 3 \(the size that dimension 0 of 'data\.x' has\)",
+    ):
         nested({"x": torch.rand(3, 8), "y": torch.rand(4, 8)})
 
 
@@ -312,7 +333,10 @@ def test_unequal_sizes_of_one_name(nested: Executor) -> None:
         (lambda: torch.rand(5, 8, device="meta"), "expected a tensor on cpu, got one on meta"),
         (lambda: torch.rand(5, 8).to_sparse(), "to_dense"),
         (lambda: torch.rand(5, 8).to_sparse_csr(), "to_dense"),
-        (lambda: torch.rand(5, 8).as_subclass(type("Mine", (torch.Tensor,), {})), "plain torch.Tensor, got Mine"),
+        (
+            lambda: torch.rand(5, 8).as_subclass(type("Mine", (torch.Tensor,), {})),
+            "plain torch.Tensor, got Mine",
+        ),
         (lambda: torch.nested.nested_tensor([torch.rand(5, 8)], layout=torch.jagged), "expected"),
         (lambda: 3.0, "expected a tensor .*got float"),
         (lambda: None, "got NoneType"),
@@ -320,7 +344,9 @@ def test_unequal_sizes_of_one_name(nested: Executor) -> None:
         (lambda: "x", "got str"),
     ],
 )
-def test_what_is_no_usable_tensor(run: Executor, w: torch.Tensor, make: Callable[[], Any], message: str) -> None:
+def test_what_is_no_usable_tensor(
+    run: Executor, w: torch.Tensor, make: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         run(make(), w)
     with pytest.raises(InputError):
@@ -363,7 +389,12 @@ def test_out(run: Executor, kind: str, x: torch.Tensor, w: torch.Tensor) -> None
     ],
 )
 def test_an_out_that_does_not_fit(
-    run: Executor, kind: str, x: torch.Tensor, w: torch.Tensor, make: Callable[[], Any], message: str
+    run: Executor,
+    kind: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    make: Callable[[], Any],
+    message: str,
 ) -> None:
     convert = KINDS[kind][0]
     with pytest.raises(InputError, match=message):
@@ -397,7 +428,10 @@ def test_several_threads_at_once(run: Executor) -> None:
         generator = torch.Generator().manual_seed(seed)
         try:
             for batch in range(1, 120):
-                x, w = torch.rand(batch, 8, generator=generator), torch.rand(8, 8, generator=generator)
+                x, w = (
+                    torch.rand(batch, 8, generator=generator),
+                    torch.rand(8, 8, generator=generator),
+                )
                 torch.testing.assert_close(run(x, w), x @ w @ w)
         except BaseException as e:
             failures.append(e)
@@ -424,14 +458,19 @@ def test_a_kernel_that_fails_is_named(chain: Path, x: torch.Tensor, w: torch.Ten
             raise RuntimeError("storage allocation failure")
 
     run._machine = Broken()  # type: ignore[assignment]
-    with pytest.raises(LibraryError, match=r"chain\.so: a kernel .* \(sizes \{'B': 5\}\).*storage allocation failure"):
+    with pytest.raises(
+        LibraryError,
+        match=r"chain\.so: a kernel .* \(sizes \{'B': 5\}\).*storage allocation failure",
+    ):
         run(x, w)
 
 
 # Seen from inside
 
 
-def test_kernels_and_memory_of_a_call(run: Executor, nested: Executor, x: torch.Tensor, w: torch.Tensor) -> None:
+def test_kernels_and_memory_of_a_call(
+    run: Executor, nested: Executor, x: torch.Tensor, w: torch.Tensor
+) -> None:
     assert run.kernel_launches(x, w) == ("matmul", "matmul")
     assert run.trace(x, w).intermediate_bytes == x.nbytes
     assert run.peak_bytes(x.numpy(), w.numpy()) == 2 * x.nbytes

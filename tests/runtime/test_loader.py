@@ -1,4 +1,4 @@
-"""Loading: what comes into the process, and what the thread pool does to it. Each in a process of its own."""
+"""Loading: what comes into the process, and what the thread pool does to it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tvmcap.runtime.executor import Executor
 
 ROOT = Path(__file__).parents[2]
 CALL = """
-import numpy as np
-from tvmcap.runtime.executor import Executor
-x, w = np.random.rand(70, 8).astype("float32"), np.random.rand(8, 8).astype("float32")
+import numpy as np from tvmcap.runtime.executor import Executor x, w = np.random.rand(70,
+8).astype("float32"), np.random.rand(8, 8).astype("float32")
 np.testing.assert_allclose(Executor(sys.argv[1])(x, w), x @ w @ w, rtol=1e-5)
 """
 
@@ -42,19 +41,25 @@ WITHOUT = "sys.modules['torch'] = None\n"
 
 
 def test_neither_torch_nor_the_compiler_is_needed(chain: Path) -> None:
-    code = WITHOUT + CALL + "assert 'tvm' not in sys.modules\nmaps = open('/proc/self/maps').read()\n"
+    code = (
+        WITHOUT + CALL + "assert 'tvm' not in sys.modules\nmaps = open('/proc/self/maps').read()\n"
+    )
     code += "assert 'libtvm_runtime.so' in maps and 'libtvm_compiler' not in maps\n"
     run(code, chain)
 
 
 def test_our_own_modules_import_no_torch() -> None:
     import_all = "import tvmcap.runtime.executor, tvmcap.library.export, tvmcap.cache\n"
-    run("class Finder:\n def find_spec(self, name, path=None, target=None):\n"
+    run(
+        "class Finder:\n def find_spec(self, name, path=None, target=None):\n"
         "  assert name.partition('.')[0] not in ('torch', 'tvm', 'tvm_ffi'), name\n"
-        "sys.meta_path.insert(0, Finder())\n" + import_all)
+        "sys.meta_path.insert(0, Finder())\n" + import_all
+    )
 
 
-@pytest.mark.parametrize("order", ["import tvm\n{call}", "{call}import tvm\ntvm.runtime.tensor(x)\n{call}"])
+@pytest.mark.parametrize(
+    "order", ["import tvm\n{call}", "{call}import tvm\ntvm.runtime.tensor(x)\n{call}"]
+)
 def test_tvm_in_the_same_process(chain: Path, order: str) -> None:
     run(WITHOUT + order.format(call=CALL), chain)
 
@@ -70,7 +75,9 @@ def test_weights_beside_the_library_need_no_torch(folder: Path) -> None:
     run(WITHOUT + code, path)
 
 
-AFFINITY = "before = os.sched_getaffinity(0)\n" + CALL + "assert os.sched_getaffinity(0) == before\n"
+AFFINITY = (
+    "before = os.sched_getaffinity(0)\n" + CALL + "assert os.sched_getaffinity(0) == before\n"
+)
 THREADS = (
     "from tvmcap.runtime.loader import configure_threads, ffi\n"
     "assert ffi().get_global_func('runtime.NumThreads')() == configure_threads()\n"
@@ -80,8 +87,11 @@ THREADS = (
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
 def test_all_cores_work_and_no_thread_is_bound_to_one(chain: Path) -> None:
-    tasks = "for task in os.listdir('/proc/self/task'):\n assert os.sched_getaffinity(int(task)) == before\n"
-    assert int(run(WITHOUT + AFFINITY + tasks + THREADS, chain, TVM_NUM_THREADS="")) == len(os.sched_getaffinity(0))
+    tasks = "for task in os.listdir('/proc/self/task'):\n"
+    tasks += " assert os.sched_getaffinity(int(task)) == before\n"
+    assert int(run(WITHOUT + AFFINITY + tasks + THREADS, chain, TVM_NUM_THREADS="")) == len(
+        os.sched_getaffinity(0)
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
@@ -106,8 +116,7 @@ def test_a_number_of_threads_that_is_none(text: str, monkeypatch: pytest.MonkeyP
 
 def test_the_pool_really_works(chain: Path) -> None:
     code = """
-busy = {}
-for task in os.listdir("/proc/self/task"):
+busy = {} for task in os.listdir("/proc/self/task"):
     busy[task] = int(open(f"/proc/self/task/{task}/schedstat").read().split()[0])
 assert sum(time > 0 for time in busy.values()) >= 2, busy
 """
@@ -116,20 +125,21 @@ assert sum(time > 0 for time in busy.values()) >= 2, busy
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_can_call(chain: Path) -> None:
-    code = CALL + """
-execute = Executor(sys.argv[1])
-execute(x, w)
-child = os.fork()
-if child == 0:
-    np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5)
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5)
+    code = (
+        CALL
+        + """
+execute = Executor(sys.argv[1]) execute(x, w) child = os.fork() if child == 0:
+    np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5) os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 np.testing.assert_allclose(execute(x,
+w), x @ w @ w, rtol=1e-5)
 """
+    )
     run(WITHOUT + code, chain, TVM_NUM_THREADS="2")
 
 
-def test_a_file_replaced_under_its_name_is_loaded_anew(chain: Path, half: Path, tmp_path: Path) -> None:
+def test_a_file_replaced_under_its_name_is_loaded_anew(
+    chain: Path, half: Path, tmp_path: Path
+) -> None:
     import numpy as np
 
     path = tmp_path / "block.so"
@@ -152,21 +162,18 @@ def test_any_file_name_will_do(chain: Path, tmp_path: Path) -> None:
 
 def test_libraries_leave_the_process_again(chain: Path) -> None:
     code = """
-import gc
-from tvmcap.runtime.executor import Executor
-def mapped():
+import gc from tvmcap.runtime.executor import Executor def mapped():
     return open("/proc/self/maps").read().count(sys.argv[1])
 for _ in range(5):
-    execute = Executor(sys.argv[1])
-    assert mapped() > 0
-    del execute
-    gc.collect()
-    assert mapped() == 0
+    execute = Executor(sys.argv[1]) assert mapped() > 0 del execute gc.collect() assert mapped() ==
+    0
 """
     run(WITHOUT + code, chain)
 
 
-def test_a_damaged_file_is_never_loaded(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_never_loaded(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[object] = []
     monkeypatch.setattr(loader, "_load", loaded.append)
     data = chain.read_bytes()

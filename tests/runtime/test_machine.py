@@ -36,7 +36,9 @@ def test_which_gpu_runs_which_cubin(arch: str, capability: tuple[int, int], runs
         machine.check_arch(arch, capability)
         return
     here = f"sm_{capability[0]}{capability[1]}"
-    with pytest.raises(IncompatibleLibraryError, match=f"{arch}, this GPU is {here}.*target='llvm'"):
+    with pytest.raises(
+        IncompatibleLibraryError, match=f"{arch}, this GPU is {here}.*target='llvm'"
+    ):
         machine.check_arch(arch, capability)
 
 
@@ -89,7 +91,9 @@ def test_a_gpu_library_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ctypes.CDLL", no_driver)
     manifest = replace(manifest_for(chain_signature()), target={"kind": "cuda", "arch": "sm_90a"})
-    with pytest.raises(IncompatibleLibraryError, match="no NVIDIA driver: build with target='llvm'"):
+    with pytest.raises(
+        IncompatibleLibraryError, match="no NVIDIA driver: build with target='llvm'"
+    ):
         machine.check_machine(manifest)
 
 
@@ -100,7 +104,8 @@ def test_another_kind_of_target() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
 @pytest.mark.parametrize(
-    ("quota", "count"), [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("1000 100000", 1), ("?", 8)]
+    ("quota", "count"),
+    [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("1000 100000", 1), ("?", 8)],
 )
 def test_a_quota_limits_the_cores(quota: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4, 12)))

@@ -1,7 +1,9 @@
-"""What a library file says about itself, as a trailer that is read and checked without loading the file.
+"""What a library file says about itself: a trailer, read and checked without loading the file.
 
-Layout: ``[ELF bytes][manifest JSON][footer]``; the footer is 56 bytes: magic, length of the JSON, length of the ELF
-(both little-endian 64-bit), and the sha256 of ELF and JSON. A loader of shared objects ignores the trailer.
+Layout: ``[ELF bytes][manifest JSON][footer]``; the footer is 56 bytes: magic, length of the JSON,
+    length of the ELF
+(both little-endian 64-bit), and the sha256 of ELF and JSON. A loader of shared objects ignores the
+trailer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _REMEDY = "copy the file again, or build and export it again"
 
 @dataclass(frozen=True)
 class Weights:
-    """Frozen weights kept beside the library: a safetensors file, its sha256, and the names in calling order."""
+    """Frozen weights beside the library: a safetensors file, its sha256, names in calling order."""
 
     file: str
     sha256: str
@@ -45,7 +47,8 @@ class Manifest:
     Attributes
     ----------
     versions: of ``tvmcap``, ``tvm``, ``tvm_ffi`` and ``torch`` at build.
-    target: ``kind``, and where they apply ``mcpu``, ``features`` (LLVM names the code may use), ``arch`` (``"sm_90a"``).
+    target: ``kind``, and where they apply ``mcpu``, ``features`` (LLVM names the code may use),
+        ``arch`` (``"sm_90a"``).
     signature: the calling convention.
     coverage: one ``{"task", "served_by", "record", "sizes", "reason"}`` a task.
     score: ``Score.to_json()``, or None.
@@ -57,7 +60,8 @@ class Manifest:
     build_s: seconds of the build.
     config: the options that made it.
     key: its key in the compile cache.
-    peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are bounds.
+    peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
+        bounds.
     """
 
     versions: Mapping[str, str | None]
@@ -82,10 +86,11 @@ class Manifest:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Manifest:
-        """Read what ``to_json`` wrote, ignoring unknown fields; raises LibraryError for what is malformed."""
+        """Read what ``to_json`` wrote, unknown fields ignored; LibraryError if malformed."""
         if data.get("format") != FORMAT:
             raise IncompatibleLibraryError(
-                f"expected a manifest of format {FORMAT}, got {data.get('format')!r}: the library is from another "
+                f"expected a manifest of format {FORMAT}, got {data.get('format')!r}: the "
+                "library is from another "
                 "version of tvmcap; build it again with this one"
             )
         try:
@@ -94,7 +99,9 @@ class Manifest:
             known["coverage"] = tuple(dict(task) for task in data.get("coverage", ()))
             known["frozen"] = tuple(data.get("frozen", ()))
             known["weights"] = _weights(data.get("weights"))
-            if not isinstance(data["target"]["kind"], str) or not isinstance(data["versions"], dict):
+            if not isinstance(data["target"]["kind"], str) or not isinstance(
+                data["versions"], dict
+            ):
                 raise TypeError("target or versions")
             return Manifest(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -111,17 +118,20 @@ def _weights(data: Mapping[str, Any] | None) -> Weights | None:
 
 
 def read_manifest(path: str | os.PathLike[str], *, check: bool = True) -> Manifest:
-    """Read the manifest of a library, having checked that not one byte of the file changed since it was written.
+    """Read the manifest of a library, once not one byte of the file is found changed.
 
-    ``check=False`` leaves the sha256 out (lengths are still compared): microseconds instead of a pass over the file.
-    Raises DamagedLibraryError for a file that is truncated, altered, extended, unreadable or not a library,
-    IncompatibleLibraryError for a manifest of another format, LibraryError where there is no file.
+    ``check=False`` leaves the sha256 out (lengths are still compared): microseconds instead of a
+    pass over the file. Raises DamagedLibraryError for a file that is truncated, altered, extended,
+    unreadable or not a library, IncompatibleLibraryError for a manifest of another format,
+    LibraryError where there is no file.
     """
     path = Path(path)
     with _opened(path) as file:
         json_size, elf_size, digest = _footer(path, file)
         if check and _digest(file, elf_size + json_size).digest() != digest:
-            raise DamagedLibraryError(f"{path}: its bytes changed since it was written (sha256 differs); {_REMEDY}")
+            raise DamagedLibraryError(
+                f"{path}: its bytes changed since it was written (sha256 differs); {_REMEDY}"
+            )
         file.seek(elf_size)
         text = file.read(json_size)
     try:
@@ -135,14 +145,18 @@ def read_manifest(path: str | os.PathLike[str], *, check: bool = True) -> Manife
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     if path.is_dir():
-        raise DamagedLibraryError(f"{path}: expected a library file, got a folder; name the .so inside it")
+        raise DamagedLibraryError(
+            f"{path}: expected a library file, got a folder; name the .so inside it"
+        )
     try:
         with open(path, "rb") as file:
             yield file
     except FileNotFoundError as e:
         raise LibraryError(f"{path}: no such file; lib.export(path) writes a library") from e
     except OSError as e:
-        raise DamagedLibraryError(f"{path}: cannot be read ({e.strerror or e}); check its permissions") from e
+        raise DamagedLibraryError(
+            f"{path}: cannot be read ({e.strerror or e}); check its permissions"
+        ) from e
 
 
 def _footer(path: Path, file: BinaryIO) -> tuple[int, int, bytes]:
@@ -152,12 +166,15 @@ def _footer(path: Path, file: BinaryIO) -> tuple[int, int, bytes]:
         raise DamagedLibraryError(f"{path}: the file is empty; {_REMEDY}")
     file.seek(0)
     if file.read(4) != ELF_MAGIC:
-        raise DamagedLibraryError(f"{path}: not a tvmcap library (no ELF header); name a file that lib.export wrote")
+        raise DamagedLibraryError(
+            f"{path}: not a tvmcap library (no ELF header); name a file that lib.export wrote"
+        )
     file.seek(max(0, size - _FOOTER.size))
     footer = file.read(_FOOTER.size)
     if len(footer) != _FOOTER.size or not footer.startswith(MAGIC):
         raise DamagedLibraryError(
-            f"{path}: no tvmcap manifest at the end of the file: it was truncated or extended, or another tool made "
+            f"{path}: no tvmcap manifest at the end of the file: it was truncated or extended, "
+            "or another tool made "
             f"it; {_REMEDY}"
         )
     _, json_size, elf_size, digest = _FOOTER.unpack(footer)
@@ -190,12 +207,12 @@ def append_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 def rewrite_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Give a library another manifest (say, verified at last); readers see the old file or the new one, whole."""
+    """Give a library another manifest; readers see the old file or the new one, whole."""
     copy_with_manifest(Path(path), Path(path), manifest)
 
 
 def copy_with_manifest(source: Path, target: Path, manifest: Manifest) -> None:
-    """Write ``source``'s ELF with ``manifest`` to ``target``, atomically; the two may be the same file."""
+    """Write ``source``'s ELF with ``manifest`` to ``target``, atomically; they may be one file."""
     with _opened(source) as file:
         _, elf_size, _ = _footer(source, file)
 
@@ -213,14 +230,20 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises LibraryError where the folder is missing or not writable; an error leaves no file behind.
     """
     if path.is_dir():
-        raise LibraryError(f"cannot write {path}: it is a folder; give a file name such as {path / 'block.so'}")
+        raise LibraryError(
+            f"cannot write {path}: it is a folder; give a file name such as {path / 'block.so'}"
+        )
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.so"
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     except FileNotFoundError as e:
-        raise LibraryError(f"cannot write {path}: the folder {path.parent} does not exist; make it first") from e
+        raise LibraryError(
+            f"cannot write {path}: the folder {path.parent} does not exist; make it first"
+        ) from e
     except OSError as e:
-        raise LibraryError(f"cannot write {path}: {e.strerror or e}; choose a folder that you may write to") from e
+        raise LibraryError(
+            f"cannot write {path}: {e.strerror or e}; choose a folder that you may write to"
+        ) from e
     try:
         write(temporary)
         os.replace(temporary, path)

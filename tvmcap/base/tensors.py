@@ -1,4 +1,4 @@
-"""Weights in a safetensors file: written and read as plain bytes, so that every dtype works without torch."""
+"""Weights in a safetensors file, written and read as bytes: every dtype works without torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ALIGNMENT = 64
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> str:
     """Write DLPack tensors in the CPU's memory to a safetensors file; returns its sha256.
 
-    Data starts at a multiple of 64 bytes, and tensors whose sizes are multiples of 64 come first, so that most can
-    be used where they are mapped.
+    Data starts at a multiple of 64 bytes, and tensors whose sizes are multiples of 64 come first,
+    so that most can be used where they are mapped.
     """
     import tvm_ffi
 
@@ -48,7 +48,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> str:
     header, offset = {}, 0
     for name in order:
         view, end = views[name], offset + sizes[name]
-        header[name] = {"dtype": _NAMES[str(view.dtype)], "shape": list(view.shape), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": _NAMES[str(view.dtype)],
+            "shape": list(view.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -73,17 +77,22 @@ def _bytes_of(view: Any, size: int) -> memoryview:
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, tuple[str, tuple[int, ...], memoryview]]:
-    """Map a safetensors file: name to (dtype, shape, bytes), the bytes private to this process and not copied.
+    """Map a safetensors file: name to (dtype, shape, bytes), the bytes not copied.
 
-    Raises DamagedLibraryError where the file is missing, unreadable, malformed or another than the sha256 says.
+    Raises DamagedLibraryError where the file is missing, unreadable, malformed or another than the
+    sha256 says.
     """
     try:
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as e:
-        raise DamagedLibraryError(f"{path}: the weights of this library cannot be read ({e}); copy both files") from e
+        raise DamagedLibraryError(
+            f"{path}: the weights of this library cannot be read ({e}); copy both files"
+        ) from e
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise DamagedLibraryError(f"{path}: these are not the weights of this library (sha256 differs); copy both files")
+        raise DamagedLibraryError(
+            f"{path}: these are not the weights of this library (sha256 differs); copy both files"
+        )
     try:
         start = 8 + struct.unpack_from("<Q", data)[0]
         if start > len(data):
@@ -94,7 +103,9 @@ def read_tensors(path: Path, sha256: str) -> dict[str, tuple[str, tuple[int, ...
             if name != "__metadata__"
         }
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise DamagedLibraryError(f"{path}: not a safetensors file ({e!r}); build and export the library again") from e
+        raise DamagedLibraryError(
+            f"{path}: not a safetensors file ({e!r}); build and export the library again"
+        ) from e
 
 
 def _entry(entry: Mapping[str, Any], data: memoryview) -> tuple[str, tuple[int, ...], memoryview]:

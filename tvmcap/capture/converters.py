@@ -28,9 +28,14 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
         alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
         if alpha != 1:
             b = emit(importer, relax.op.multiply(b, relax.const(alpha, dtype)))
+        if dtype == "bool" and op in _ON_BOOL:
+            return emit(importer, _ON_BOOL[op](a, b))
         return emit(importer, op(a, b))
 
     return convert
+
+
+_ON_BOOL = {relax.op.add: relax.op.logical_or, relax.op.multiply: relax.op.logical_and}
 
 
 def _operand(importer: Any, value: Any, dtype: str) -> Any:
@@ -214,7 +219,7 @@ def _group_norm(node: fx.Node, importer: Any) -> Any:
     return [emit(importer, norm), None, None]
 
 
-def _filled(value: int, size: int, like: relax.Expr) -> relax.Constant:
+def _filled(value: int, size: int, like: relax.Expr) -> Any:
     return relax.const(np.full(size, value, "float32").astype(_numpy_dtype(dtype_of(like))))
 
 

@@ -80,9 +80,9 @@ class _Constants:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
-        self.made: dict[tuple[Any, ...], relax.Constant] = {}
+        self.made: dict[tuple[Any, ...], Any] = {}
 
-    def get(self, name: str) -> relax.Constant:
+    def get(self, name: str) -> Any:
         tensor = self.tensors[name]
         key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
         if tensor.numel() == 0 or key not in self.made:

@@ -78,17 +78,17 @@ def read(func: tirx.PrimFunc) -> Fused | None:
 
     Every elementwise block must read the anchor at its own point, so that outputs can be stored tile by tile.
     """
-    blocks = _blocks(func)
-    anchors = [b for b in blocks or () if any(v.iter_type == tirx.IterVar.CommReduce for v in b.iter_vars)]
-    if blocks is None or len(anchors) != 1:
+    found = blocks(func)
+    anchors = [b for b in found or () if any(v.iter_type == tirx.IterVar.CommReduce for v in b.iter_vars)]
+    if found is None or len(anchors) != 1:
         return None
     anchor = anchors[0].writes[0].source
     stages: dict[Any, Stage] = {}
-    for block in blocks:
+    for block in found:
         if block.same_as(anchors[0]):
             continue
         store, axes = block.body, [v.var for v in block.iter_vars]
-        if not isinstance(store, tirx.BufferStore) or not _same_all(store.indices, axes):
+        if not isinstance(store, tirx.BufferStore) or not same_all(store.indices, axes):
             return None
         stages[store.buffer] = Stage(tuple(axes), store.value)
     outputs = tuple(p for p in func.params if p in stages or p.same_as(anchor))
@@ -113,14 +113,14 @@ class _Walk:
 
     def value_of(self, buffer: Buffer, indices: list[Expr]) -> Expr:
         if buffer.same_as(self.epilogue.anchor):
-            if not _same_all(indices, self.indices):
+            if not same_all(indices, self.indices):
                 raise _NotPointwise
             return self.value
         stage = self.epilogue.stages.get(buffer)
         if stage is None:
             return self.load(buffer, indices)
         for seen, value in self.known.get(buffer, ()):
-            if _same_all(seen, indices):
+            if same_all(seen, indices):
                 return value
         value = self._evaluate(stage.value, dict(zip(stage.axes, indices, strict=True)))
         if self.epilogue._uses.get(buffer, 0) > 1:
@@ -144,7 +144,7 @@ class _NotPointwise(Exception):
 
 def _pointwise(epilogue: Epilogue) -> bool:
     shape = epilogue.anchor.shape
-    if any(len(out.shape) != len(shape) or not _same_all(out.shape, shape) for out in epilogue.outputs):
+    if any(len(out.shape) != len(shape) or not same_all(out.shape, shape) for out in epilogue.outputs):
         return False
     point = [tirx.Var(f"i{d}", "int64") for d in range(len(shape))]
     try:
@@ -173,7 +173,7 @@ def _blocks(func: tirx.PrimFunc) -> list[Any] | None:
 
 def _plain(realize: Any, loops: list[Any]) -> bool:
     values = [v for v in realize.iter_values if not isinstance(v, tirx.IntImm)]
-    return _same_all(values, loops) and isinstance(realize.predicate, tirx.IntImm)
+    return same_all(values, loops) and isinstance(realize.predicate, tirx.IntImm)
 
 
 def _count_loads(stages: dict[Any, Stage], params: Sequence[Any]) -> tuple[dict[Any, int], tuple[Any, ...]]:
@@ -187,7 +187,8 @@ def _count_loads(stages: dict[Any, Stage], params: Sequence[Any]) -> tuple[dict[
     return uses, tuple(p for p in params if p in uses and p not in stages)
 
 
-def _same_all(left: Sequence[Expr], right: Sequence[Expr]) -> bool:
+def same_all(left: Sequence[Expr], right: Sequence[Expr]) -> bool:
+    """Whether two lists of expressions are equal, one by one."""
     return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
 
 

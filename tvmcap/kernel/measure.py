@@ -145,7 +145,7 @@ class Measurer:
 
         Candidates far slower than ``limit_us`` get fewer timings.
         """
-        outputs = self._reference(workload)
+        outputs = self.reference(workload)
         for candidate, result in zip(candidates, self._build(candidates), strict=True):
             if "error" in result:
                 yield _failed(result)
@@ -188,8 +188,11 @@ class Measurer:
         }
         return {**worker.call(request, self.build_timeout_s), "path": path}
 
-    def _reference(self, workload: Workload) -> str:
-        """Path of the outputs of the unscheduled function on the workload's inputs."""
+    def reference(self, workload: Workload) -> str:
+        """Compute the unscheduled function on the workload's inputs, once; return the file.
+
+        Raises TuneError where that fails.
+        """
         key = (id(workload.task), tuple(workload.sizes.items()), workload.seed)
         if key not in self._references:
             path = str(self._folder / f"reference{len(self._references)}.npz")
@@ -254,13 +257,14 @@ def _failed(reply: Mapping[str, Any]) -> Measurement:
 
 def template_ref(template: Any) -> str:
     """Name of a template that another process can import: ``"module:attribute"``."""
-    module = sys.modules[template.lower.__module__]
-    for name, value in vars(module).items():
-        if value is template:
-            return f"{module.__name__}:{name}"
-    raise TuneError(
-        f"template {template.name!r} must be a variable of {module.__name__}, beside its lower()"
-    )
+    parts = (template.lower, template.match, template.space, template.default, template.features)
+    names = [part.__module__ for part in parts]
+    names += [name for name in sorted(sys.modules) if name.startswith("tvmcap.schedules")]
+    for module in names:
+        for name, value in vars(sys.modules[module]).items():
+            if value is template:
+                return f"{module}:{name}"
+    raise TuneError(f"template {template.name!r} must be a variable of the module of its functions")
 
 
 def device_of(target: Any) -> str:

@@ -61,6 +61,7 @@ class Run:
     curve: list[tuple[int, str, float]] = field(default_factory=list)
     trials: int = 0
     stopped: str = "exhausted"
+    unmeasured: TuneError | None = None
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -83,6 +84,8 @@ class Run:
                 while (entry := self._next()) is not None:
                     self._batch(measurer, entry)
                 self._confirm(measurer)
+            if self.trials == 0 and self.unmeasured is not None:
+                raise self.unmeasured
         except KeyboardInterrupt:
             self.stopped = "interrupted"
             logger.warning(
@@ -157,6 +160,8 @@ class Run:
         best = entry.session.best()
         proposals = entry.session.propose(count)
         entry.exhausted = not proposals
+        if not proposals or not self._has_reference(measurer, entry):
+            return
         results = self._measure(
             measurer, entry, proposals, None if best is None else best.median_us
         )
@@ -165,6 +170,17 @@ class Run:
         if results and self.trials == len(results) and all(r.cause is not None for r in results):
             raise TuneError(_all_failed(entry.session.name, results))
         self._note(entry, None if best is None else best.median_us)
+
+    def _has_reference(self, measurer: Measurer, entry: Entry) -> bool:
+        """Whether there is something to check against; a kernel without is left out of the run."""
+        try:
+            measurer.reference(entry.session.workload)
+            return True
+        except TuneError as e:
+            self.failures["reference"] += 1
+            logger.warning("%s", e)
+            entry.exhausted, self.unmeasured = True, e
+            return False
 
     def _measure(
         self, measurer: Measurer, entry: Entry, proposals: list[Proposal], limit_us: float | None

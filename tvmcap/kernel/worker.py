@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from tvmcap.kernel import check, intrinsics
 
 _LARGEST_COPIES = 4
 _CACHE_BYTES = 64 << 20
+_SAMPLE_S = 0.002
 
 
 def _find_template(ref: str) -> Any:
@@ -137,18 +139,21 @@ def _time(
 ) -> list[float]:
     """Sample microseconds a call; fewer samples where it is far slower than ``limit_us``."""
 
+    rotated = itertools.cycle(sets)
+
     def sample(number: int) -> float:
         start = time.perf_counter()
-        for i in range(number):
-            main(*sets[i % len(sets)])
+        for _ in range(number):
+            main(*next(rotated))
         sync()
         return (time.perf_counter() - start) / number
 
-    sample(len(sets))
-    once = sample(len(sets))
-    number = max(len(sets), math.ceil(0.002 / max(once, 1e-7)))
-    slow = limit_us is not None and once * 1e6 > 4 * limit_us
-    count = 3 if slow else int(min(30, max(5, time_s / max(once * number, 1e-7))))
+    once = sample(1)
+    if limit_us is not None and once * 1e6 > 4 * limit_us:
+        return [sample(1) * 1e6 for _ in range(3)]
+    once = min(once, sample(len(sets)))
+    number = math.ceil(_SAMPLE_S / max(once, 1e-7))
+    count = int(min(30, max(5, time_s / max(once * number, 1e-7))))
     return [sample(number) * 1e6 for _ in range(count)]
 
 
@@ -167,7 +172,12 @@ def main() -> None:
     _die_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"build": build, "reference": reference, "run": run, "ping": lambda _: {}}
+    operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "build": build,
+        "reference": reference,
+        "run": run,
+        "ping": lambda _: {},
+    }
     for line in sys.stdin:
         request = json.loads(line)
         try:

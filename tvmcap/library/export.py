@@ -22,13 +22,16 @@ from tvmcap.base.tensors import write_tensors
 
 
 def write(
-    executable: Any, path: str | os.PathLike[str], manifest: Manifest, weights: Mapping[str, Any] | None = None
+    executable: Any,
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    weights: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Write a Relax VM executable as a library; returns the manifest as written.
 
-    ``weights`` (name to contiguous CPU tensor, in calling order) go to ``<path>.safetensors`` beside it. Raises
-    ToolchainError without a C compiler to link with, BuildError where linking fails, LibraryError for a path that
-    cannot be written.
+    ``weights`` (name to contiguous CPU tensor, in calling order) go to ``<path>.safetensors``
+    beside it. Raises ToolchainError without a C compiler to link with, BuildError where linking
+    fails, LibraryError for a path that cannot be written.
     """
     path = Path(path)
     if weights:
@@ -56,7 +59,8 @@ def _link(executable: Any, path: Path) -> None:
     compiler = get_cc()
     if compiler is None or shutil.which(compiler) is None:
         raise ToolchainError(
-            f"expected a C compiler to link the library with, got {compiler!r}: install gcc or clang, or set CC "
+            f"expected a C compiler to link the library with, got {compiler!r}: install gcc or "
+            "clang, or set CC "
             "to one (tvmcap doctor checks it)"
         )
     try:
@@ -66,10 +70,10 @@ def _link(executable: Any, path: Path) -> None:
 
 
 def copy_library(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Manifest:
-    """Copy a library, and the weights beside it, to ``target``; each file appears whole or not at all.
+    """Copy a library, and the weights beside it; each file appears whole or not at all.
 
-    The copy's weights are named after it. Raises DamagedLibraryError for a damaged source, LibraryError for a target
-    that cannot be written.
+    The copy's weights are named after it. Raises DamagedLibraryError for a damaged source,
+    LibraryError for a target that cannot be written.
     """
     source, target = Path(source), Path(target)
     manifest = read_manifest(source)
@@ -80,7 +84,9 @@ def copy_library(source: str | os.PathLike[str], target: str | os.PathLike[str])
         return manifest
     weights, copy = source.with_name(manifest.weights.file), weights_path(target)
     if not weights.is_file():
-        raise LibraryError(f"{weights}: the weights of {source} are missing; copy both files, or build it again")
+        raise LibraryError(
+            f"{weights}: the weights of {source} are missing; copy both files, or build it again"
+        )
     write_atomically(copy, lambda temporary: shutil.copyfile(weights, temporary))
     manifest = replace(manifest, weights=replace(manifest.weights, file=copy.name))
     copy_with_manifest(source, target, manifest)

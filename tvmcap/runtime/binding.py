@@ -1,4 +1,4 @@
-"""From the arguments of a call to a flat list of tensors, and from their shapes to everything a call needs."""
+"""From a call's arguments to a list of tensors, and from their shapes to all that it needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class Plan:
     recipe: tuple[Any, ...] = ()
 
 
-def make_plan(signature: Signature, shapes: Sequence[Shape], itemsize: Callable[[str], int]) -> Plan:
+def make_plan(
+    signature: Signature, shapes: Sequence[Shape], itemsize: Callable[[str], int]
+) -> Plan:
     """Check input shapes against the signature; raises InputError for the first that does not fit.
 
     ``itemsize`` tells the bytes of an element of a dtype.
@@ -49,7 +51,9 @@ def make_plan(signature: Signature, shapes: Sequence[Shape], itemsize: Callable[
     for dim in signature.dims:
         if dim.name in dims:
             _check_bounds(dim, dims[dim.name], origin[dim.name])
-    outputs = tuple(tuple(evaluate(size, dims) for size in spec.shape) for spec in signature.outputs)
+    outputs = tuple(
+        tuple(evaluate(size, dims) for size in spec.shape) for spec in signature.outputs
+    )
     empty = [0 in shape for shape in outputs]
     return Plan(
         dims=dims,
@@ -62,23 +66,32 @@ def make_plan(signature: Signature, shapes: Sequence[Shape], itemsize: Callable[
     )
 
 
-def _sizes(specs: Sequence[TensorSpec], shapes: Sequence[Shape], itemsize: Callable[[str], int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape) * itemsize(spec.dtype) for spec, shape in zip(specs, shapes, strict=True))
+def _sizes(
+    specs: Sequence[TensorSpec], shapes: Sequence[Shape], itemsize: Callable[[str], int]
+) -> tuple[int, ...]:
+    return tuple(
+        math.prod(shape) * itemsize(spec.dtype) for spec, shape in zip(specs, shapes, strict=True)
+    )
 
 
 def _bind(spec: TensorSpec, shape: Shape, dims: dict[str, int], origin: dict[str, str]) -> None:
     if len(shape) != len(spec.shape):
-        raise InputError(f"argument {spec.name!r}: expected {len(spec.shape)} dimensions {_text(spec)}, got {list(shape)}")
+        raise InputError(
+            f"argument {spec.name!r}: expected {len(spec.shape)} dimensions {_text(spec)}, got "
+            f"{list(shape)}"
+        )
     for axis, (size, got) in enumerate(zip(spec.shape, shape, strict=True)):
         if isinstance(size, int):
             if size != got:
                 raise InputError(
-                    f"argument {spec.name!r}: expected size {size} in dimension {axis} of {_text(spec)}, got {list(shape)}; "
+                    f"argument {spec.name!r}: expected size {size} in dimension {axis} of "
+                    f"{_text(spec)}, got {list(shape)}; "
                     "build with dynamic={...} for a dimension that varies"
                 )
         elif dims.setdefault(size, got) != got:
             raise InputError(
-                f"argument {spec.name!r}: expected {size} = {dims[size]} (the size that {origin[size]} has) in dimension "
+                f"argument {spec.name!r}: expected {size} = {dims[size]} (the size that "
+                f"{origin[size]} has) in dimension "
                 f"{axis} of {_text(spec)}, got {list(shape)}"
             )
         else:
@@ -99,8 +112,10 @@ def _text(spec: TensorSpec) -> str:
 
 
 def _strides(shape: Shape) -> Shape:
-    """Strides in elements of a compact tensor, as PyTorch gives them to one without elements too."""
-    return tuple(math.prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape)))
+    """Strides in elements of a compact tensor, as PyTorch has them (without elements too)."""
+    return tuple(
+        math.prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))
+    )
 
 
 def is_plain(signature: Signature) -> bool:
@@ -112,12 +127,15 @@ def is_plain(signature: Signature) -> bool:
 def flatten_call(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """List the tensors of a call in the order of ``signature.inputs``.
 
-    Raises InputError for a missing, surplus or unknown argument, a structure other than the captured one, and a
-    constant other than the captured one.
+    Raises InputError for a missing, surplus or unknown argument, a structure other than the
+    captured one, and a constant other than the captured one.
     """
     leaves: list[Any] = [None] * len(signature.inputs)
     for item, name, value in zip(
-        signature.in_tree["items"], signature.arg_names, _positional(signature, args, kwargs), strict=True
+        signature.in_tree["items"],
+        signature.arg_names,
+        _positional(signature, args, kwargs),
+        strict=True,
     ):
         _collect(item, value, name, leaves)
     return leaves
@@ -148,19 +166,24 @@ def _collect(tree: Tree, value: Any, where: str, leaves: list[Any]) -> None:
     elif kind == "const":
         if type(value) is not type(tree["value"]) or value != tree["value"]:
             raise InputError(
-                f"argument {where!r}: expected {tree['value']!r}, the value it was built with, got {value!r}; "
+                f"argument {where!r}: expected {tree['value']!r}, the value it was built with, "
+                f"got {value!r}; "
                 "build a library for that value"
             )
     elif kind == "dict":
         if not isinstance(value, Mapping) or set(value) != set(tree["keys"]):
             got = f"the keys {list(value)}" if isinstance(value, Mapping) else type(value).__name__
-            raise InputError(f"argument {where!r}: expected a dict with the keys {tree['keys']}, got {got}")
+            raise InputError(
+                f"argument {where!r}: expected a dict with the keys {tree['keys']}, got {got}"
+            )
         for key, item in zip(tree["keys"], tree["items"], strict=True):
             _collect(item, value[key], f"{where}.{key}", leaves)
     else:
         count = len(tree["items"])
         if not isinstance(value, tuple | list) or len(value) != count:
-            got = f"{len(value)} of them" if isinstance(value, tuple | list) else type(value).__name__
+            got = (
+                f"{len(value)} of them" if isinstance(value, tuple | list) else type(value).__name__
+            )
             raise InputError(f"argument {where!r}: expected a {kind} of {count}, got {got}")
         for position, (item, part) in enumerate(zip(tree["items"], value, strict=True)):
             _collect(item, part, f"{where}.{position}", leaves)

@@ -14,20 +14,23 @@ from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.manifest import read_manifest
 from tvmcap.base.signature import unflatten
 from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain, make_plan
-from tvmcap.runtime.frameworks import Copies, DLPackTensors, NumpyTensors, TorchTensors
+from tvmcap.runtime.frameworks import Copies, DLPackTensors
 from tvmcap.runtime.loader import Library, configure_threads, empty, ffi
 from tvmcap.runtime.machine import check_machine
+from tvmcap.runtime.numpy_tensors import NumpyTensors
+from tvmcap.runtime.torch_tensors import TorchTensors
 from tvmcap.runtime.trace import Trace, trace_call
 
 _PLANS_KEPT = 1024
 
 
 class Executor:
-    """A loaded library; call it with torch tensors, NumPy arrays or DLPack objects, and get the same kind back.
+    """A loaded library: torch tensors, NumPy arrays or DLPack objects in, the same kind out.
 
-    Arguments are passed without a copy where they are contiguous and aligned to 16 bytes, else copied (``copies`` counts
-    them). Results are new tensors, or written to ``out=``. Several threads may call at once: on a CPU each has a virtual
-    machine and a thread pool of its own, on a GPU they take turns (the work itself is asynchronous).
+    Arguments are passed without a copy where they are contiguous and aligned to 16 bytes, else
+    copied (``copies`` counts them). Results are new tensors, or written to ``out=``. Several
+    threads may call at once: on a CPU each has a virtual machine and a thread pool of its own, on a
+    GPU they take turns (the work itself is asynchronous).
 
     Parameters
     ----------
@@ -83,7 +86,7 @@ class Executor:
         return results[0] if self._single else unflatten(self.signature.out_tree, results)
 
     def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Plan]:
-        """Return the framework of a call, the tensors to pass, and what follows from their shapes."""
+        """Return the framework of a call, the tensors to pass, and what their shapes imply."""
         if kwargs or not self._plain or len(args) != self._count:
             args = flatten_call(self.signature, args, kwargs)
         kind = type(args[0]) if args else type(None)
@@ -98,7 +101,7 @@ class Executor:
         return framework, values, plan
 
     def _framework_for(self, leaves: Sequence[Any]) -> Any:
-        """Choose by the first tensor; a call without tensors gets torch's where torch is in use, else NumPy's."""
+        """Choose by the first tensor; without any, torch's where torch is in use, else NumPy's."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         first = leaves[0] if leaves else None
         if torch is not None and (isinstance(first, torch.Tensor) or not leaves):
@@ -107,7 +110,9 @@ class Executor:
             make = NumpyTensors
         else:
             make = DLPackTensors
-        framework = self._frameworks.get(make) or make(self.signature, self._library.device, self._copies)
+        framework = self._frameworks.get(make) or make(
+            self.signature, self._library.device, self._copies
+        )
         self._frameworks[make] = self._frameworks[type(first)] = framework
         return framework
 
@@ -127,9 +132,13 @@ class Executor:
 
     def _failure(self, plan: Plan, error: Exception) -> Exception:
         if plan.zero:
-            return InputError(f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: {error}")
+            return InputError(
+                f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: "
+                f"{error}"
+            )
         return LibraryError(
-            f"{self.path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it again, and report it "
+            f"{self.path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
+            "again, and report it "
             f"if it fails again; original: {error}"
         )
 
@@ -151,23 +160,26 @@ class Executor:
         return self.trace(*args, **kwargs).kernels
 
     def peak_bytes(self, *args: Any, **kwargs: Any) -> int:
-        """Run one call and return the peak of intermediates alive at once, and the outputs, in bytes."""
+        """Run one call and return the bytes of its outputs and of intermediates alive at once."""
         _, _, plan = self._bind(args, kwargs)
         return self.trace(*args, **kwargs).intermediate_bytes + sum(plan.output_bytes)
 
 
 def _check_overlap(values: Sequence[Any], targets: Sequence[Any], plan: Plan) -> None:
-    """Refuse results that share memory with an argument or each other: kernels read while they write."""
+    """Refuse results that share memory with an argument or each other."""
     taken = [(value.data_ptr(), size) for value, size in zip(values, plan.input_bytes, strict=True)]
     for target, size in zip(targets, plan.output_bytes, strict=True):
         start = target.data_ptr()
         if any(start < other + other_size and other < start + size for other, other_size in taken):
-            raise InputError("out: expected memory of its own, got memory shared with an argument or another output")
+            raise InputError(
+                "out: expected memory of its own, got memory shared with an argument or another "
+                "output"
+            )
         taken.append((start, size))
 
 
 class _CpuMachine(threading.local):
-    """A virtual machine and a thread pool for each thread that calls; the code and the weights are shared."""
+    """A virtual machine and a thread pool a calling thread; code and weights are shared."""
 
     def __init__(self, library: Library) -> None:
         configure_threads()
@@ -180,9 +192,9 @@ class _CpuMachine(threading.local):
 
 
 class _CudaMachine:
-    """One virtual machine (each would keep its own copy of the weights), on the caller's stream, a call at a time."""
+    """One virtual machine, as each keeps its own weights; one call at a time, on its stream."""
 
-    _last_stream: dict[int, Any] = {}  # noqa: RUF012  (TVM's pool of device memory is one a process)
+    _last_stream: dict[int, Any] = {}
     _lock = threading.RLock()
 
     def __init__(self, library: Library) -> None:
@@ -202,7 +214,7 @@ class _CudaMachine:
                 self._main(*tensors)
 
     def _follow(self, torch: Any, stream: Any) -> None:
-        """Order this call after the last one on another stream: both may be given the same memory for intermediates."""
+        """Order this call after one on another stream: both may get the same intermediates."""
         index = self._device.index
         last = self._last_stream.get(index, stream)
         if last.cuda_stream != stream.cuda_stream and not torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""TVM's runtime without its compiler: shared libraries, thread pool, library files, weights on their device."""
+"""TVM's runtime without its compiler: shared libraries, thread pool, library files, weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _thread = threading.local()
 
 @lru_cache(maxsize=1)
 def ffi() -> Any:
-    """Return ``tvm_ffi`` with libtvm_runtime in the process; TVM's Python package is neither needed nor disturbed."""
+    """Return ``tvm_ffi`` with libtvm_runtime in the process; TVM's own package is not imported."""
     import tvm_ffi
 
     _open_shared(_tvm_folder() / f"libtvm_runtime.{'dylib' if sys.platform == 'darwin' else 'so'}")
@@ -61,27 +61,40 @@ def _open_shared(path: Path) -> None:
     try:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as e:
-        raise ToolchainError(f"cannot load {path} ({e}); tvmcap doctor shows what this machine lacks") from e
+        raise ToolchainError(
+            f"cannot load {path} ({e}); tvmcap doctor shows what this machine lacks"
+        ) from e
 
 
 def configure_threads() -> int:
-    """Give the calling thread a pool of all usable cores (or ``TVM_NUM_THREADS``), once; returns its threads.
+    """Give the calling thread a pool of all usable cores, or ``TVM_NUM_THREADS``; return its size.
 
-    TVM keeps one pool a calling thread, by default of half the cores, and binds pool and caller to fixed ones, the
-    caller's later threads included. Here every thread may run on every core that the process may use.
+    TVM keeps one pool a calling thread, by default of half the cores, and binds pool and caller to
+    fixed ones, the caller's later threads included. Here every thread may run on every core that
+    the process may use.
     """
     count: int | None = getattr(_thread, "count", None)
     if count is None:
         cores = usable_cores()
         wanted = _threads_asked_for() or len(cores)
         pool = [str(cores[i % len(cores)]) for i in range(wanted)]
-        allowed = [str(core) for core in sorted(os.sched_getaffinity(0))] if hasattr(os, "sched_getaffinity") else pool
+        allowed = (
+            [str(core) for core in sorted(os.sched_getaffinity(0))]
+            if hasattr(os, "sched_getaffinity")
+            else pool
+        )
         configure = ffi().get_global_func("runtime.config_threadpool")
-        configure(_SHARE_CORES, wanted, pool)  # the length of the first list is the size of the pool
+        configure(
+            _SHARE_CORES, wanted, pool
+        )  # the length of the first list is the size of the pool
         configure(_SHARE_CORES, wanted, allowed)
         count = _thread.count = int(ffi().get_global_func("runtime.NumThreads")())
         if count != wanted:
-            _log.warning("kernels run on %d threads, not %d: TVM's pool of this thread was made earlier", count, wanted)
+            _log.warning(
+                "kernels run on %d threads, not %d: TVM's pool of this thread was made earlier",
+                count,
+                wanted,
+            )
     return count
 
 
@@ -90,12 +103,15 @@ def _threads_asked_for() -> int | None:
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"TVM_NUM_THREADS={text!r}: give a number of threads from 1, or leave it unset for all cores")
+        raise ConfigError(
+            f"TVM_NUM_THREADS={text!r}: give a number of threads from 1, or leave it unset for "
+            "all cores"
+        )
     return int(text)
 
 
 def _after_fork() -> None:
-    """A forked child has none of the pool's threads: run its kernels on the one it has, instead of waiting for ever."""
+    """Run kernels on the only thread of a forked child, which lacks the pool's others."""
     if getattr(_thread, "count", None) is not None:
         cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
         ffi().get_global_func("runtime.config_threadpool")(_SHARE_CORES, 1, cores)
@@ -105,7 +121,8 @@ def _after_fork() -> None:
 class Library:
     """A library file in this process: its code, and its weights on the device.
 
-    Every virtual machine made of it shares the code and the weights beside it; those inside are shared on a CPU.
+    Every virtual machine made of it shares the code and the weights beside it; those inside are
+    shared on a CPU.
     """
 
     def __init__(self, path: Path, manifest: Manifest, device: int = 0) -> None:
@@ -133,7 +150,7 @@ class Library:
 
 
 def _load(path: Path) -> Any:
-    """Load under a name of its own: dlopen answers a known name with the file it first stood for."""
+    """Load under a new name: dlopen answers a known name with the file it first stood for."""
     with tempfile.TemporaryDirectory(prefix="tvmcap-") as folder:
         alias = Path(folder) / "library.so"
         alias.symlink_to(path.resolve())
@@ -141,7 +158,8 @@ def _load(path: Path) -> Any:
             return ffi().load_module(str(alias), keep_module_alive=False)
         except Exception as e:
             raise IncompatibleLibraryError(
-                f"{path}: this system cannot load the library ({e}); build it on this kind of system"
+                f"{path}: this system cannot load the library ({e}); build it on this kind of "
+                "system"
             ) from e
 
 
@@ -152,16 +170,20 @@ def _load_weights(path: Path, manifest: Manifest, device: Any) -> tuple[Any, ...
     stored = read_tensors(file, manifest.weights.sha256)
     missing = [name for name in manifest.weights.names if name not in stored]
     if missing:
-        raise LibraryError(f"{file}: lacks the weights {', '.join(missing)}; build and export the library again")
+        raise LibraryError(
+            f"{file}: lacks the weights {', '.join(missing)}; build and export the library again"
+        )
     return tuple(_to_device(*stored[name], device) for name in manifest.weights.names)
 
 
 def _to_device(dtype: str, shape: tuple[int, ...], data: memoryview, device: Any) -> Any:
-    """Return a tensor of mapped bytes: where they lie if a CPU kernel may read them there, else a copy."""
+    """Return a tensor of mapped bytes: where they lie if a kernel may read them, else a copy."""
     import numpy as np
 
     source = ffi().from_dlpack(np.frombuffer(data, np.uint8))
-    view = ffi().get_global_func("runtime.TVMTensorCreateView")(source, shape, ffi().dtype(dtype), 0)
+    view = ffi().get_global_func("runtime.TVMTensorCreateView")(
+        source, shape, ffi().dtype(dtype), 0
+    )
     if device.type == "cpu" and source.data_ptr() % 16 == 0:
         return view
     tensor = empty(shape, dtype, device)
@@ -171,4 +193,6 @@ def _to_device(dtype: str, shape: tuple[int, ...], data: memoryview, device: Any
 
 def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     """Return a new, compact ``tvm_ffi.Tensor``."""
-    return ffi().get_global_func("runtime.TVMTensorAllocWithScope")(shape, ffi().dtype(dtype), device, None)
+    return ffi().get_global_func("runtime.TVMTensorAllocWithScope")(
+        shape, ffi().dtype(dtype), device, None
+    )

@@ -18,7 +18,8 @@ from tvmcap.base.manifest import Manifest
 
 _log = logging.getLogger("tvmcap")
 
-#: LLVM's name of a CPU feature, where /proc/cpuinfo has another. Features that neither table knows are not checked.
+#: LLVM's name of a CPU feature, where /proc/cpuinfo has another. Features that neither table knows
+#: are not checked.
 _X86 = {
     "sse3": "pni",
     "sse4.1": "sse4_1",
@@ -39,7 +40,8 @@ _X86 = {
     **{
         name: name
         for name in (
-            "ssse3 popcnt movbe avx avx2 fma fma4 f16c bmi2 adx gfni vaes vpclmulqdq avx512f avx512cd avx512bw "
+            "ssse3 popcnt movbe avx avx2 fma fma4 f16c bmi2 adx gfni vaes vpclmulqdq avx512f "
+            "avx512cd avx512bw "
             "avx512dq avx512vl avx512ifma avx512vbmi"
         ).split()
     },
@@ -67,7 +69,9 @@ def check_machine(manifest: Manifest, device: int = 0) -> None:
     elif target["kind"] == "llvm":
         check_features(target.get("features") or (), cpu_flags())
     else:
-        raise IncompatibleLibraryError(f"expected a library for 'llvm' or 'cuda', got {target['kind']!r}: build it again")
+        raise IncompatibleLibraryError(
+            f"expected a library for 'llvm' or 'cuda', got {target['kind']!r}: build it again"
+        )
 
 
 def check_version(built_with: str | None) -> None:
@@ -75,11 +79,16 @@ def check_version(built_with: str | None) -> None:
     try:
         here = importlib.metadata.version("apache-tvm")
     except importlib.metadata.PackageNotFoundError:
-        _log.info("the version of TVM here is unknown (no package metadata); the library was built with %s", built_with)
+        _log.info(
+            "the version of TVM here is unknown (no package metadata); the library was built "
+            "with %s",
+            built_with,
+        )
         return
     if _release(built_with) != _release(here):
         raise IncompatibleLibraryError(
-            f"TVM differs: the library was built with {built_with}, here is {here}; build it again, or "
+            f"TVM differs: the library was built with {built_with}, here is {here}; build it "
+            "again, or "
             f"pip install apache-tvm=={built_with}"
         )
 
@@ -90,7 +99,7 @@ def _release(version: str | None) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """Feature flags of the first CPU in /proc/cpuinfo; empty where the platform has none to read."""
+    """Feature flags of the first CPU in /proc/cpuinfo; empty on a platform without it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -105,11 +114,17 @@ def check_features(needed: Iterable[str], flags: frozenset[str]) -> None:
     if names is None or not flags:
         _log.info("CPU features are not checked on %s %s", platform.system(), platform.machine())
         return
-    missing = sorted(name for name in (n.lstrip("+") for n in needed) if name in names and names[name] not in flags)
+    missing = sorted(
+        name
+        for name in (n.lstrip("+") for n in needed)
+        if name in names and names[name] not in flags
+    )
     if missing:
         raise IncompatibleLibraryError(
-            f"CPU features differ: the library may use {', '.join(missing)}, which this CPU lacks; build it here, or "
-            "for the oldest CPU it shall run on, such as target={'kind': 'llvm', 'mcpu': 'x86-64-v3'}"
+            f"CPU features differ: the library may use {', '.join(missing)}, which this CPU "
+            "lacks; build it here, or "
+            "for the oldest CPU it shall run on, such as target={'kind': 'llvm', 'mcpu': "
+            "'x86-64-v3'}"
         )
 
 
@@ -119,34 +134,48 @@ def compute_capability(device: int) -> tuple[int, int]:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
-        raise IncompatibleLibraryError(f"the library is for a CUDA GPU; this machine has no NVIDIA driver: {advice}") from e
+        raise IncompatibleLibraryError(
+            f"the library is for a CUDA GPU; this machine has no NVIDIA driver: {advice}"
+        ) from e
     count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     handle = ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        raise IncompatibleLibraryError(f"the library is for a CUDA GPU; the driver finds none here: {advice}")
+        raise IncompatibleLibraryError(
+            f"the library is for a CUDA GPU; the driver finds none here: {advice}"
+        )
     if driver.cuDeviceGet(ctypes.byref(handle), device):
-        raise IncompatibleLibraryError(f"expected a GPU with index below {count.value}, got {device}")
+        raise IncompatibleLibraryError(
+            f"expected a GPU with index below {count.value}, got {device}"
+        )
     driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)
     return major.value, minor.value
 
 
 def check_arch(arch: str, capability: tuple[int, int]) -> None:
-    """Check that a cubin for ``arch`` runs on a GPU: sm_90 on 9.x from 9.0, sm_90a on 9.0 alone (CUDA C guide, 3.1.4)."""
+    """Check that a GPU runs a cubin for ``arch``: sm_90 on 9.0 and later 9.x, sm_90a on 9.0 alone.
+
+    From the CUDA C++ Programming Guide, "Binary Compatibility" and "Feature Set Compiler Targets".
+    """
     match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
     here = f"sm_{capability[0]}{capability[1]}"
     if match is None:
-        raise IncompatibleLibraryError(f"expected an arch such as 'sm_90a' in the manifest, got {arch!r}: build it again")
+        raise IncompatibleLibraryError(
+            f"expected an arch such as 'sm_90a' in the manifest, got {arch!r}: build it again"
+        )
     major, minor, only = int(match[1]), int(match[2]), match[3] == "a"
     if capability[0] != major or capability[1] < minor or (only and capability[1] != minor):
         raise IncompatibleLibraryError(
-            f"GPU architecture differs: the library's code is for {arch}, this GPU is {here}; build it for {here} "
-            "(target={'kind': 'cuda', 'arch': '" + here + "'}), or with target='llvm' to run on the CPU"
+            f"GPU architecture differs: the library's code is for {arch}, this GPU is {here}; "
+            f"build it for {here} "
+            "(target={'kind': 'cuda', 'arch': '"
+            + here
+            + "'}), or with target='llvm' to run on the CPU"
         )
 
 
 def usable_cores() -> list[int]:
-    """CPUs that this process may use, no more of them than its cgroup's quota of CPU time pays for."""
+    """CPUs that this process may use, no more than its cgroup's quota of CPU time pays for."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
     cpus = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What one call really does, seen from inside the virtual machine: kernels launched, and memory alive at once."""
+"""What a call does, seen from the virtual machine: kernels launched, memory alive at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOST_FUNCTION = re.compile(r"(shape_func|compute_symbolic_expr)(_?\d+)?$")
 
 @dataclass(frozen=True)
 class Trace:
-    """One call: the kernels in the order of their launch, and the peak of intermediates' bytes alive at once."""
+    """One call: the kernels in order, and the largest sum of intermediates' bytes alive at once."""
 
     kernels: tuple[str, ...]
     intermediate_bytes: int

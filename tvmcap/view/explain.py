@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tvmcap.view.inspect import signature_text
 
 
 def explain(compiled: Any) -> str:
-    """Say what the library is made of, and which record or rule serves each kernel at which sizes."""
+    """Say what the library is made of, and which record or rule serves each kernel."""
     manifest = compiled.manifest
     sections = [_origin(compiled), signature_text(manifest.signature)]
     if manifest.frozen:
@@ -58,7 +58,8 @@ def _task(task: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tuning_notice(coverage: Any) -> str:
+def tuning_notice(coverage: Sequence[Mapping[str, Any]]) -> str:
+    """Say how many tasks are tuned, and what to do about the rest; "" with nothing to tune."""
     tunable = [task for task in coverage if task.get("tunable", True)]
     tuned = sum(1 for task in tunable if task.get("tuned"))
     if not tunable:

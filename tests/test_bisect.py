@@ -1,0 +1,89 @@
+"""bisect names the pass and the operator that a planted mistake is in."""
+
+from functools import partial
+
+import pytest
+import torch
+import tvm
+from torch import nn
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmcap import pipeline
+from tvmcap.bisect import bisect
+
+
+class Net(nn.Module):
+    """Three layers, so that the mistake is neither first nor last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 40), nn.Linear(40, 8)
+
+    def forward(self, x):
+        hidden = torch.sigmoid(self.first(x))
+        scaled = torch.tanh(hidden * 3.0)
+        return self.last(scaled)
+
+
+@mutator
+class Wrong(PyExprMutator):
+    """Replaces one operator by another."""
+
+    def __init__(self, mod, old, new):
+        super().__init__(mod)
+        self.old, self.new = old, new
+
+    def visit_call_(self, call):
+        call = super().visit_call_(call)
+        if isinstance(call.op, tvm.ir.Op) and call.op.name == self.old:
+            return self.new(call.args[0])
+        return call
+
+
+def plant(mod, step, old, new):
+    wrong = Wrong(mod, old, new)
+    wrong.builder_.update_func(mod.get_global_var("main"), wrong.visit_expr(mod["main"]))
+    return step(wrong.builder_.get())
+
+
+@pytest.fixture
+def options(tmp_path):
+    return {
+        "target": "llvm",
+        "tune": "none",
+        "dynamic": {"x": {0: "B"}},
+        "log_dir": str(tmp_path / "logs"),
+    }
+
+
+def test_a_sound_chain_has_nothing_to_find(options):
+    torch.manual_seed(1)
+    report = bisect(Net().eval(), (torch.randn(6, 24),), **options)
+    assert report.ok and report.to_json()["culprit"] is None
+    assert "within the error budget" in str(report)
+
+
+def test_the_pass_and_the_operator_are_named(options, monkeypatch):
+    torch.manual_seed(2)
+    front = pipeline.front
+
+    def planted(target):
+        bad = {"canonicalize": ("relax.tanh", relax.op.sin)}
+        return [
+            (n, partial(plant, step=s, old=bad[n][0], new=bad[n][1]) if n in bad else s)
+            for n, s in front(target)
+        ]
+
+    monkeypatch.setattr(pipeline, "front", planted)
+    tried = []
+    report = bisect(Net().eval(), (torch.randn(6, 24),), progress=tried.append, **options)
+    assert not report.ok and report.culprit == "canonicalize"
+    assert [(n, c.ok) for n, c in report.stages][-2:] == [
+        ("operators", True),
+        ("canonicalize", False),
+    ]
+    assert "tanh" in report.operator.target and "test_bisect.py" in report.operator.line
+    assert "disable=('canonicalize',)" in str(report)
+    assert any(t.startswith("operator ") for t in tried)
+    assert report.to_json()["operator"]["name"].startswith("tanh")

@@ -1,0 +1,151 @@
+"""The command line: verbs, JSON, exit statuses, clean errors."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tvmcap.base.config import FIELDS
+from tvmcap.cli import config_options, main, make_parser
+
+SOURCE = """
+import torch
+
+def block(x, w, b):
+    return torch.relu(x @ w + b)
+
+def other(x, w, b):
+    return torch.relu(x @ w + b) * 1.001
+
+def branches(x):
+    return x if x.sum() > 0 else -x
+"""
+INPUTS = ["--input", "x:f32[B=6..64,16]", "--input", "w:f32[16,24]", "--input", "b:f32[24]"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a program and the library of it."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "cli_program.py").write_text(SOURCE)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TVMCAP_CACHE_DIR", str(folder / "cache"))
+    patch.setenv("TVMCAP_LOG_DIR", str(folder / "logs"))
+    command = ["build", f"{folder}/cli_program.py:block", *INPUTS, "--target", "llvm"]
+    assert main([*command, "-o", str(folder / "block.so")]) == 0
+    yield folder
+    patch.undo()
+
+
+def test_build_writes_a_library_and_says_what_it_is(place, capsys):
+    command = ["build", f"{place}/cli_program.py:block", *INPUTS, "--target", "llvm", "--json"]
+    assert main(command) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["verified"] is True and data["signature"]["dims"][0]["max"] == 64
+    assert (place / "block.so").stat().st_size > 1000
+
+
+def test_run_reads_and_writes_arrays(place, capsys):
+    rng = np.random.default_rng(0)
+    shapes = {"x": (3, 16), "w": (16, 24), "b": (24,)}
+    arrays = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+    np.savez(place / "in.npz", **arrays)
+    library, out = str(place / "block.so"), str(place / "out.npz")
+    assert main(["run", library, "--inputs", str(place / "in.npz"), "--save", out]) == 0
+    want = np.maximum(arrays["x"] @ arrays["w"] + arrays["b"], 0)
+    assert np.allclose(np.load(out)["out0"], want, rtol=1e-5, atol=1e-5)
+    assert "out0" in capsys.readouterr().out
+    assert main(["run", library, "--sizes", "B=5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["shape"] == [5, 24]
+
+
+def test_verify_passes_and_fails_by_exit_status(place, capsys):
+    library = str(place / "block.so")
+    assert main(["verify", library, f"{place}/cli_program.py:block"]) == 0
+    assert "verified" in capsys.readouterr().out
+    assert main(["verify", library, f"{place}/cli_program.py:other", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False and report["max_abs"] > 0
+    assert main(["verify", library]) == 1
+    assert "reference" in capsys.readouterr().err
+
+
+def test_bench_of_a_program_from_the_cache_and_of_a_library(place, capsys):
+    assert (
+        main(["bench", f"{place}/cli_program.py:block", *INPUTS, "--target", "llvm", "--json"]) == 0
+    )
+    data = json.loads(capsys.readouterr().out)
+    assert data["kernels"] == data["kernels_traced"] == 1 and data["eager_kernels"] == 3
+    assert data["eager_us"]["median"] > 0
+    assert main(["bench", str(place / "block.so"), "--no-baselines", "--sizes", "B=9"]) == 0
+    assert "Scoreboard at B=9" in capsys.readouterr().out
+
+
+def test_inspect_report_cache_and_doctor(place, capsys):
+    assert main(["inspect", str(place / "block.so")]) == 0
+    assert "x: float32[B, 16]" in capsys.readouterr().out
+    assert main(["report", str(place), "--target", "llvm", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == []
+    assert main(["cache", "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"] >= 1
+    empty = str(place / "empty")
+    assert main(["cache", "clear", "--cache-dir", empty]) == 0
+    assert "removed 0" in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    assert {f["name"] for f in json.loads(capsys.readouterr().out)} >= {"tvm", "gpu", "nvcc"}
+
+
+@pytest.mark.parametrize(
+    "command, status, message",
+    [
+        (["build", "{p}/cli_program.py:nope"], 2, "it has block"),
+        (["build", "{p}/cli_program.py:block", *INPUTS, "--disable", "fusee"], 2, "fusee"),
+        (["build", "{p}/cli_program.py:block", *INPUTS, "--tune", "lots"], 2, "tune"),
+        (["build", "{p}/cli_program.py:branches", "--input", "f32[4]"], 1, "branches on"),
+        (["run", "{p}/none.so"], 1, "no such file"),
+        (["run", "{p}/cli_program.py"], 1, "not a tvmcap library"),
+        (["run", "{p}/block.so", "--sizes", "B=65"], 1, "at most 64"),
+        (["run", "{p}/block.so", "--sizes", "Q=1"], 2, "'Q'"),
+        (["report", "{p}/nowhere"], 2, "no such folder"),
+    ],
+)
+def test_errors_are_one_clean_message(place, capsys, command, status, message):
+    assert main([c.format(p=place) for c in command]) == status
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_usage_errors_exit_with_2(capsys):
+    for command in ([], ["frobnicate"], ["cache"], ["run"]):
+        with pytest.raises(SystemExit) as e:
+            main(command)
+        assert e.value.code == 2
+
+
+def test_every_field_of_config_is_an_option():
+    parser = make_parser()
+    text = {"constants": "w,b", "disable": "fuse", "tune": "32", "seed": "3", "workers": "2"}
+    flags = []
+    for name in FIELDS:
+        if name in ("dynamic", "calibration", "backward", "allow_tf32", "verify"):
+            continue
+        number = "0.5" if "float" in str(FIELDS[name].type) else "x"
+        flags += ["--" + name.replace("_", "-"), text.get(name, number)]
+    args = parser.parse_args(
+        ["build", "f.py:f", "--no-verify", "--allow-tf32", "--backward", *flags]
+    )
+    options = config_options(args)
+    assert set(options) == set(FIELDS) - {"dynamic", "calibration"}
+    assert options["constants"] == ("w", "b") and options["tune"] == 32
+    assert options["verify"] is False and options["allow_tf32"] is True
+
+
+def test_help_starts_without_torch_and_tvm():
+    code = (
+        "import sys; from tvmcap.cli import make_parser; make_parser().format_help();"
+        "print([m for m in ('torch', 'tvm', 'tvm_ffi') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
