@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
+from tvm.s_tir import SBlock, SBlockRealize
 from tvm.tirx.stmt import ForKind
 
 #: Alignment in bytes that a library may rely on for the tensors of its caller.
@@ -99,3 +100,12 @@ def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
     memory = tirx.decl_buffer((size,), dtype, f"{name}_memory")
     view = tirx.decl_buffer((size,), dtype, name, data=None)
     return view, seq(tirx.AllocBuffer(memory), tirx.DeclBuffer(view, data=memory.data))
+
+
+def scheduled(func: tirx.PrimFunc, params: list[Any], body: Stmt) -> tirx.PrimFunc:
+    """Return ``func`` with another body, marked as scheduled.
+
+    The body stands in a root block because Relax passes (RewriteDataflowReshape) look for one in every PrimFunc.
+    """
+    root = SBlockRealize([], tirx.IntImm("bool", True), SBlock([], [], [], "root", body))
+    return tirx.PrimFunc(params, root, func.ret_type, func.attrs).with_attr("tirx.is_scheduled", True)

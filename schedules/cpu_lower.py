@@ -48,7 +48,7 @@ def lower(func: tirx.PrimFunc, problem: Gemm, knobs: Knobs, target: Any) -> tirx
     """Return the scheduled PrimFunc: same parameters, aligned to 16 bytes only."""
     params, renamed = b.aligned(func.params)
     body = _Nest(problem, knobs, target, renamed).body()
-    return tirx.PrimFunc(params, body, func.ret_type, func.attrs).with_attr("tirx.is_scheduled", True)
+    return b.scheduled(func, params, body)
 
 
 class _Nest:

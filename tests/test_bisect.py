@@ -9,7 +9,7 @@ from torch import nn
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmcap import pipeline
+from tvmcap import Dim, pipeline
 from tvmcap.bisect import bisect
 
 
@@ -52,7 +52,7 @@ def options(tmp_path):
     return {
         "target": "llvm",
         "tune": "none",
-        "dynamic": {"x": {0: "B"}},
+        "dynamic": {"x": {0: Dim("B", max=8)}},
         "log_dir": str(tmp_path / "logs"),
     }
 

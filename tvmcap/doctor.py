@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -204,7 +205,7 @@ def _torch_cuda() -> bool:
 def _cuda_compilers() -> Iterator[Finding]:
     nvcc = codegen.find_nvcc()
     if nvcc is not None:
-        yield Finding("nvcc", "ok", str(nvcc))
+        yield _nvcc_version(str(nvcc))
     else:
         status = "warn" if codegen.gpu_architecture() else "ok"
         cure = "pip install 'tvmcap[cuda]', or put nvcc 13 on PATH"
@@ -213,6 +214,18 @@ def _cuda_compilers() -> Iterator[Finding]:
     bindings = _version("cuda-bindings")
     parts = [*nvrtc[:1], *([f"cuda-bindings {bindings}"] if bindings else [])]
     yield Finding("nvrtc", "ok", ", ".join(parts) or "none (nvcc is what builds use)")
+
+
+def _nvcc_version(nvcc: str) -> Finding:
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60)
+    match = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    if match is None:
+        return Finding("nvcc", "error", f"{nvcc} does not run", "pip install 'tvmcap[cuda]'")
+    detail = f"{match[1]}.{match[2]}, {nvcc}"
+    if int(match[1]) < 13:
+        cure = "put nvcc 13 on PATH, or pip install 'tvmcap[cuda]' and take this one off PATH"
+        return Finding("nvcc", "warn", f"{detail}; tvmcap is tried with 13", cure)
+    return Finding("nvcc", "ok", detail)
 
 
 def _loads(name: str) -> bool:

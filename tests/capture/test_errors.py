@@ -189,7 +189,7 @@ def test_arguments_that_do_not_fit():
         capture(lambda x: 3, (X,))
     with pytest.raises(CaptureError, match="give a function"):
         capture(3, (X,))  # type: ignore[arg-type]
-    with pytest.raises(CaptureError, match=r"shapes cannot be multiplied|size mismatch"):
+    with pytest.raises(CaptureError, match=r"could not trace the function at .*test_errors\.py"):
         capture(lambda x: x @ x, (X,))
 
 

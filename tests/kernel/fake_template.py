@@ -1,4 +1,4 @@
-"""A template with knobs that work, are slow, crash, hang, fail to lower or compute something else."""
+"""A template with knobs that work, crash, hang, fail to lower or compute something else."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def target() -> Any:
 def module(
     k: int = 32, n: int = 48, rows: int | None = None, name: str = "B", calls: int = 1
 ) -> Any:
-    """A fused module: ``calls`` matmuls of a symbolic (or static) number of rows, n == k where calls > 1."""
+    """A fused module: matmuls of a symbolic (or static) number of rows."""
     builder = relax.BlockBuilder()
     m = tirx.Var(name, "int64") if rows is None else rows
     x = relax.Var("x", relax.TensorType((m, k), "float32"))

@@ -1,4 +1,4 @@
-"""Search: the defaults first, each candidate once, ranked by what was learnt; traces carry over to symbolic sizes."""
+"""Search: the defaults first, each candidate once, as learnt; traces fit symbolic sizes."""
 
 from __future__ import annotations
 

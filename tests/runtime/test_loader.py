@@ -17,8 +17,9 @@ from tvmcap.runtime.executor import Executor
 
 ROOT = Path(__file__).parents[2]
 CALL = """
-import numpy as np from tvmcap.runtime.executor import Executor x, w = np.random.rand(70,
-8).astype("float32"), np.random.rand(8, 8).astype("float32")
+import numpy as np
+from tvmcap.runtime.executor import Executor
+x, w = np.random.rand(70, 8).astype("float32"), np.random.rand(8, 8).astype("float32")
 np.testing.assert_allclose(Executor(sys.argv[1])(x, w), x @ w @ w, rtol=1e-5)
 """
 
@@ -116,7 +117,8 @@ def test_a_number_of_threads_that_is_none(text: str, monkeypatch: pytest.MonkeyP
 
 def test_the_pool_really_works(chain: Path) -> None:
     code = """
-busy = {} for task in os.listdir("/proc/self/task"):
+busy = {}
+for task in os.listdir("/proc/self/task"):
     busy[task] = int(open(f"/proc/self/task/{task}/schedstat").read().split()[0])
 assert sum(time > 0 for time in busy.values()) >= 2, busy
 """
@@ -128,10 +130,14 @@ def test_a_forked_child_can_call(chain: Path) -> None:
     code = (
         CALL
         + """
-execute = Executor(sys.argv[1]) execute(x, w) child = os.fork() if child == 0:
-    np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5) os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 np.testing.assert_allclose(execute(x,
-w), x @ w @ w, rtol=1e-5)
+execute = Executor(sys.argv[1])
+execute(x, w)
+child = os.fork()
+if child == 0:
+    np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5)
 """
     )
     run(WITHOUT + code, chain, TVM_NUM_THREADS="2")
@@ -162,11 +168,16 @@ def test_any_file_name_will_do(chain: Path, tmp_path: Path) -> None:
 
 def test_libraries_leave_the_process_again(chain: Path) -> None:
     code = """
-import gc from tvmcap.runtime.executor import Executor def mapped():
+import gc
+from tvmcap.runtime.executor import Executor
+def mapped():
     return open("/proc/self/maps").read().count(sys.argv[1])
 for _ in range(5):
-    execute = Executor(sys.argv[1]) assert mapped() > 0 del execute gc.collect() assert mapped() ==
-    0
+    execute = Executor(sys.argv[1])
+    assert mapped() > 0
+    del execute
+    gc.collect()
+    assert mapped() == 0
 """
     run(WITHOUT + code, chain)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import fx
@@ -220,11 +219,7 @@ def _group_norm(node: fx.Node, importer: Any) -> Any:
 
 
 def _filled(value: int, size: int, like: relax.Expr) -> Any:
-    return relax.const(np.full(size, value, "float32").astype(_numpy_dtype(dtype_of(like))))
-
-
-def _numpy_dtype(name: str) -> Any:
-    return getattr(ml_dtypes, name) if name == "bfloat16" else name
+    return relax.const(np.full(size, value, "float32"), dtype_of(like))
 
 
 CONVERTERS: dict[str, Converter] = {

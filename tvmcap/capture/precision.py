@@ -75,8 +75,8 @@ class _Node:
     returned: bool = False
 
 
-def _kept_wide(bindings: Sequence[Any], outputs: Any) -> set[relax.Var]:
-    """Find the variables whose consumers all land in the producer's kernel."""
+def _placement(bindings: Sequence[Any]) -> tuple[set[relax.Var], set[relax.Var]]:
+    """Find the variables whose consumers land in the producer's kernel, and those that only an anchor keeps out."""
     index = {b.var: i for i, b in enumerate(bindings)}
     nodes = [_Node(_kind(b.value)) for b in bindings]
     for i, b in enumerate(bindings):
@@ -84,19 +84,16 @@ def _kept_wide(bindings: Sequence[Any], outputs: Any) -> set[relax.Var]:
             if var in index:
                 nodes[index[var]].users.append(i)
         nodes[i].returned = not isinstance(b.var, relax.DataflowVar)
-    for var in relax.analysis.free_vars(outputs):
-        if var in index:
-            nodes[index[var]].returned = True
     dominator = _post_dominators(nodes)
     group = _Groups([n.kind in ("product", "reducing") for n in nodes])
-    kept = set()
+    kept, apart = set(), set()
     for i, node in enumerate(nodes):
         if node.kind == "other" or dominator[i] is None or _is_rounding(bindings, index, i):
             continue
         between = _between(nodes, i, dominator[i] or 0)
-        if all(nodes[j].kind == "pointwise" for j in between) and group.join([i, *between]):
-            kept.add(bindings[i].var)
-    return kept
+        if all(nodes[j].kind == "pointwise" for j in between):
+            (kept if group.join([i, *between]) else apart).add(bindings[i].var)
+    return kept, apart
 
 
 def _is_rounding(bindings: Sequence[Any], index: dict[relax.Var, int], i: int) -> bool:
@@ -199,11 +196,12 @@ class _Widen(relax.PyExprMutator):
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
         self.kept: set[relax.Var] = set()
+        self.apart: set[relax.Var] = set()
         self.wide: dict[relax.Var, relax.Var] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
         """Decide which values stay wide, then rewrite the block."""
-        self.kept = _kept_wide(block.bindings, relax.Tuple([]))
+        self.kept, self.apart = _placement(block.bindings)
         return super().visit_dataflow_block_(block)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -220,6 +218,10 @@ class _Widen(relax.PyExprMutator):
                 wide = emit(relax.op.astype(wide, binding.var.ty.dtype.dtype))
         elif name in _REDUCING:
             wide = emit(self._legalized(call))
+        elif any(isinstance(a, relax.Var) and a in self.apart for a in call.args):
+            args = [self.wide.get(v, v) for v in map(self.visit_expr, call.args)]
+            mixed = relax.Call(call.op, args, call.attrs, call.ty_args)
+            wide = emit(call.op.get_attr("FLegalize")(_WideCalls(self.builder_), mixed))
         else:
             args = [self._load(a) for a in call.args]
             wide = emit(relax.Call(call.op, args, call.attrs, call.ty_args))
@@ -236,7 +238,8 @@ class _Widen(relax.PyExprMutator):
         """Return a call of one kernel that loads 16 bits and computes in 32; where shapes are unknown, of the operator."""
         args = [self.visit_expr(a) for a in call.args]
         same = self.builder_.normalize(relax.Call(call.op, args, call.attrs, call.ty_args))
-        kernel = call.op.get_attr("FLegalize")(_WideCalls(self.builder_), same)
+        legalize = call.op.get_attr("FLegalize")
+        kernel = legalize(_WideCalls(self.builder_), same) if legalize else same
         if _operator(kernel) == "relax.call_tir":
             return kernel
         return relax.Call(call.op, [self._load(a) for a in call.args], call.attrs, call.ty_args)

@@ -14,7 +14,8 @@ from tvmcap.kernel import epilogue as ep
 
 Expr = Any
 
-_COSTLY = ("tirx.exp", "tirx.tanh", "tirx.erf", "tirx.sigmoid", "tirx.log", "tirx.pow", "tirx.sin", "tirx.cos")
+#: Functions too dear to evaluate twice.
+COSTLY = ("tirx.exp", "tirx.tanh", "tirx.erf", "tirx.sigmoid", "tirx.log", "tirx.pow", "tirx.sin", "tirx.cos")
 _COMBINERS = (tirx.Add, tirx.Mul, tirx.Max, tirx.Min)
 
 
@@ -49,7 +50,7 @@ def _parse(block: Any) -> Block | None:
     axes = [v.var for v in spatial]
     if not isinstance(store, tirx.BufferStore) or len(spatial) + len(reduced) != len(block.iter_vars):
         return None
-    if any(str(v.var.dtype) != "int64" for v in block.iter_vars) or not ep.same_all(store.indices, axes):
+    if any(str(v.var.ty) != "int64" for v in block.iter_vars) or not ep.same_all(store.indices, axes):
         return None
     found = Block(
         store.buffer,
@@ -87,6 +88,13 @@ def loads(expr: Expr) -> list[Any]:
     return found
 
 
+def uses(expr: Expr, var: Any) -> bool:
+    """Whether a variable stands in an expression."""
+    found: list[Any] = []
+    tvm_ffi.structural_walk(expr, (tirx.Var, lambda v: found.append(v) if v.same_as(var) else None))
+    return bool(found)
+
+
 def calls(expr: Expr) -> set[str]:
     """Return the names of the operators that an expression calls."""
     names: set[str] = set()
@@ -110,17 +118,17 @@ def inline(blocks: Sequence[Block], params: Sequence[Any]) -> list[Block]:
     Kept: outputs, padding (its guard would sit in an inner loop), and costly values that several blocks read.
     """
     kept = list(blocks)
-    for block in blocks:
-        readers = [b for b in kept if any(ld.source.same_as(block.buffer) for ld in loads(b.value))]
-        if block.combine is None and block.buffer not in params and readers and _worth(block, readers):
-            kept = [_into(b, block) if b in readers else b for b in kept if b is not block and b.buffer is not block.buffer]
-            blocks = kept
+    for buffer in [b.buffer for b in blocks if b.combine is None and not any(b.buffer.same_as(p) for p in params)]:
+        (block,) = (b for b in kept if b.buffer.same_as(buffer))
+        readers = [b for b in kept if any(ld.source.same_as(buffer) for ld in loads(b.value))]
+        if readers and _worth(block, readers):
+            kept = [_into(b, block) if any(b is r for r in readers) else b for b in kept if b is not block]
     return kept
 
 
 def _worth(block: Block, readers: list[Block]) -> bool:
     names = calls(block.value)
-    if "tirx.if_then_else" in names or (len(readers) > 1 and names & set(_COSTLY)):
+    if "tirx.if_then_else" in names or (len(readers) > 1 and names & set(COSTLY)):
         return False
     return all(_single_point(reader, block.buffer) for reader in readers)
 

@@ -154,7 +154,7 @@ def _pointwise(epilogue: Epilogue) -> bool:
     return True
 
 
-def _blocks(func: tirx.PrimFunc) -> list[Any] | None:
+def blocks(func: tirx.PrimFunc) -> list[Any] | None:
     """Return the blocks under the root in order, or None where one sits in loops other than its own, all plain."""
     found: list[Any] = []
     root = getattr(func.body, "block", None)

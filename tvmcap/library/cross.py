@@ -19,7 +19,7 @@ from tvmcap.base import codegen
 from tvmcap.base.errors import BuildError, ToolchainError
 
 _DRIVER_FUNCTIONS = (
-    "cuDeviceGetName cuFuncSetAttribute cuGetErrorName cuGetErrorString cuLaunchKernelEx cuModuleGetFunction "
+    "cuInit cuDeviceGetCount cuDeviceGet cuDeviceGetName cuFuncSetAttribute cuGetErrorName cuGetErrorString cuLaunchKernelEx cuModuleGetFunction "
     "cuModuleLoadData cuModuleUnload cuTensorMapEncodeTiled"
 ).split()
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)

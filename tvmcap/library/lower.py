@@ -39,7 +39,6 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
             if outside:
                 named = {g.name_hint: f.with_attr("global_symbol", g.name_hint) for g, f in outside.items()}
                 apart = tvm.compile(tvm.IRModule(named), target=target, tir_pipeline="tirx")
-                mod = mod.with_attr("external_mods", [apart.mod])
             for step in (
                 relax.transform.LowerRuntimeBuiltin(),
                 relax.transform.ComputePrimValue(),
@@ -47,6 +46,8 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
                 relax.transform.AttachGlobalSymbol(),
             ):
                 mod = step(mod)
+            if outside:  # last: the passes above drop the module's attributes
+                mod = mod.with_attr("external_mods", [apart.mod])
             return relax.build(mod, target, relax_pipeline=None)
     except Exception as e:
         raise BuildError(f"code generation for {target.kind.name} failed: {_first_line(e)}") from e

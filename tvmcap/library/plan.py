@@ -70,7 +70,10 @@ def plan(mod: tvm.IRModule) -> tvm.IRModule:
     for storage in storages:
         totals[unit_text(storage.unit)] = totals.get(unit_text(storage.unit), 0) + storage.size
     result = tvm.IRModule({**dict(mod.functions.items()), gvar: planned}, attrs=mod.attrs)
-    return relax.transform.DeadCodeElimination(["main"])(result).with_attr("tvmcap.storage", totals)
+    live = relax.transform.DeadCodeElimination(["main"])(result)
+    by_name = {g: f for g, f in mod.functions.items() if _is_outside(f)}  # calls by name do not keep them alive
+    functions = {**dict(live.functions.items()), **by_name}
+    return tvm.IRModule(functions, attrs=mod.attrs).with_attr("tvmcap.storage", totals)
 
 
 def assign(slots: Sequence[Slot]) -> list[Storage]:
@@ -259,11 +262,13 @@ def _launch(mod: tvm.IRModule, gvar: Any, args: list[Any], results: list[Any]) -
 
 
 def _call(mod: tvm.IRModule, gvar: Any, args: list[Any]) -> Any:
-    func, nothing = mod[gvar], [relax.TupleType([])]
-    outside = not (func.attrs or {}).get("s_tir", False)  # a TIRx kernel is compiled apart and found by name
-    callee = relax.ExternFunc(gvar.name_hint) if outside else gvar
-    args = [a for a in args]
-    return relax.Call(callee, args, None, nothing)
+    callee = relax.ExternFunc(gvar.name_hint) if _is_outside(mod[gvar]) else gvar
+    return relax.Call(callee, args, None, [relax.TupleType([])])
+
+
+def _is_outside(func: Any) -> bool:
+    """Whether a kernel is TIRx, which is compiled apart from the module and found by its name."""
+    return isinstance(func, tirx.PrimFunc) and not (func.attrs or {}).get("s_tir", False)
 
 
 def _sequence(call: Any) -> Any:

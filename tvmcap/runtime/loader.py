@@ -41,6 +41,7 @@ def ffi() -> Any:
 @lru_cache(maxsize=1)
 def load_cuda_runtime() -> None:
     """Bring TVM's CUDA side library into the process, after the libcudart that it needs."""
+    ffi()  # brings libtvm_ffi.so and libtvm_runtime.so, which the side library links
     path = _tvm_folder() / "libtvm_runtime_cuda.so"
     cudart = find_cudart()
     for name in ("libcudart.so.13", str(cudart or "")):

@@ -1,0 +1,252 @@
+"""The rule for PrimFuncs on llvm that no template and no record covers.
+
+Row-wise functions (softmax, LayerNorm, means) run every block of a row before the next row, with intermediates of one
+row. Other functions run block after block, each in parallel. Either way loops are vectorized with exact tails, so
+symbolic sizes need nothing special.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tvm import tirx
+from tvm.tirx.stmt import ForKind
+
+from tvmcap.kernel import cpu_blocks as cb
+from tvmcap.kernel import epilogue as ep
+from tvmcap.kernel.cpu_blocks import Block
+from tvmcap.kernel.cpu_nests import Machine, along_reduced, reduction, register_axis, spatial
+from tvmcap.schedules import cpu_build as b
+from tvmcap.schedules.cpu_target import threads, vector_lanes, vector_registers
+
+log = logging.getLogger("tvmcap")
+Expr = Any
+Place = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
+"""Where a buffer of the function is in the new one: given buffer and index, returns buffer and index."""
+
+#: Elements (costly ones count eight times) below which a loop stays on the calling thread.
+SERIAL_BELOW = 1 << 15
+#: Elements that one task of an elementwise loop covers.
+CHUNK = 4096
+
+
+def schedule(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
+    """Return ``func`` with parallel, vectorized loops and 16-byte aligned parameters; None for another target.
+
+    A function of an unknown form comes back with its loops as they were.
+    """
+    if target.kind.name != "llvm":
+        return None
+    params, renamed = b.aligned(func.params)
+    blocks = cb.parse(func)
+    if blocks is None:
+        log.debug("no loop-nest rule fits a PrimFunc of %d parameters; its loops stay serial", len(func.params))
+        whole = tirx.PrimFunc(params, cb.substitute(func.body, renamed), func.ret_type, func.attrs)
+        return whole.with_attr("tirx.is_scheduled", True)
+    machine = Machine(vector_lanes(target), vector_registers(target), threads(target))
+    return b.scheduled(func, params, _Rule(cb.inline(blocks, func.params), func.params, renamed, machine).body())
+
+
+class _Rule:
+    """Builds the body of one function."""
+
+    def __init__(self, blocks: list[Block], params: Any, renamed: dict[Any, Any], machine: Machine) -> None:
+        self.blocks, self.renamed, self.machine = blocks, renamed, machine
+        self.inner = [x for x in blocks if not any(x.buffer.same_as(p) for p in params)]
+
+    def body(self) -> Any:
+        """Return the body, by the first form that fits."""
+        depth = self._row_depth()
+        if len(self.blocks) == 1 and self.blocks[0].combine is None:
+            return self._elementwise(self.blocks[0])
+        return self._rows(depth) if depth else self._separate()
+
+    # --- row-wise functions ------------------------------------------------------------------------------
+
+    def _row_depth(self) -> int:
+        """Return how many leading dimensions are rows; 0 where the function is not row-wise."""
+        out = self.blocks[-1]
+        depth = min(len(x.axes) for x in self.blocks)
+        depth = min(depth, max(len(x.axes) for x in self.blocks) - 1) or depth
+        while depth and not all(self._shares(x, out, depth) for x in self.blocks):
+            depth -= 1
+        return depth if depth >= max(max(len(x.axes) for x in self.blocks) - 1, 1) else 0
+
+    def _shares(self, block: Block, out: Block, depth: int) -> bool:
+        def own(load: Any) -> bool:
+            inner = any(load.source.same_as(x.buffer) for x in self.blocks)
+            return not inner or ep.same_all(list(load.indices)[:depth], block.axes[:depth])
+
+        return ep.same_all(block.extents[:depth], out.extents[:depth]) and all(map(own, cb.loads(block.value)))
+
+    def _rows(self, depth: int) -> Any:
+        """Return one parallel loop over rows around all blocks."""
+        shapes = {x.buffer: x.extents[depth:] for x in self.inner}
+
+        def row(at: list[Expr]) -> Any:
+            local = {x: b.scratch(b.product(shape), x.dtype, x.name) for x, shape in shapes.items()}
+
+            def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
+                if buffer in local:
+                    return local[buffer][0], [_flatten(index[depth:], shapes[buffer])]
+                return self.renamed[buffer], index
+
+            return b.seq(
+                *(allocated for _, allocated in local.values()),
+                *(self._block(x, dict(zip(x.axes[:depth], at, strict=True)), place) for x in self.blocks),
+            )
+
+        extents = self.blocks[-1].extents[:depth]
+        work = sum((_work(x) for x in self.blocks), b.const(0))
+        return self._parallel(list(extents), work, row)
+
+    # --- block after block -------------------------------------------------------------------------------
+
+    def _separate(self) -> Any:
+        whole = {x.buffer: tirx.decl_buffer(x.extents, x.buffer.dtype, x.buffer.name) for x in self.inner}
+
+        def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
+            return whole.get(buffer) or self.renamed[buffer], index
+
+        stmts = [tirx.AllocBuffer(buffer) for buffer in whole.values()]
+        skip: Block | None = None
+        for block, follower in zip(self.blocks, [*self.blocks[1:], None], strict=True):
+            if block is skip:
+                continue
+            skip = follower if follower is not None and self._finishes(block, follower) else None
+            stmts.append(self._alone(block, skip, place))
+        return b.seq(*stmts)
+
+    def _finishes(self, block: Block, follower: Block) -> bool:
+        """Whether ``follower`` is all that becomes of a reduction, element by element."""
+        readers = [x for x in self.blocks if any(ld.source.same_as(block.buffer) for ld in cb.loads(x.value))]
+        if block.combine is None or follower.combine is not None or block not in self.inner:
+            return False
+        own = [ld for ld in cb.loads(follower.value) if ld.source.same_as(block.buffer)]
+        return (
+            len(readers) == 1
+            and readers[0] is follower
+            and ep.same_all(block.extents, follower.extents)
+            and all(ep.same_all(ld.indices, follower.axes) for ld in own)
+        )
+
+    def _alone(self, block: Block, finish: Block | None, place: Place) -> Any:
+        """Return one block in parallel over all axes but the vector one; a reduction's register rows are one task."""
+        axes = list(zip(block.axes, block.extents, strict=True))
+        if block.combine is None or not along_reduced(block, list(block.axes)):
+            axes = axes[:-1]
+        tiled = block.combine is not None and len(axes) < len(block.axes)
+        shared = register_axis(block, axes, block.axes[-1], self.machine) if tiled else None
+        if shared is None:
+
+            def task(at: list[Expr]) -> Any:
+                return self._block(block, {a: v for (a, _), v in zip(axes, at, strict=True)}, place, finish)
+
+            return self._parallel([e for _, e in axes], _work(block), task)
+        axis, size, count = shared
+        axes = [x for x in axes if x[0] is not axis]
+
+        def group(at: list[Expr]) -> Any:
+            start = tirx.min(at[-1] * count, size - count)
+            rows = [{axis: start + r} for r in range(count)]
+            return self._block(block, {a: v for (a, _), v in zip(axes, at, strict=False)}, place, finish, rows)
+
+        return self._parallel([*(e for _, e in axes), b.ceildiv(size, count)], _work(block), group)
+
+    # --- shared ------------------------------------------------------------------------------------------
+
+    def _block(
+        self,
+        block: Block,
+        fixed: dict[Any, Expr],
+        place: Place,
+        finish: Block | None = None,
+        rows: list[dict[Any, Expr]] | None = None,
+    ) -> Any:
+        """Return one block's loops with every buffer where ``place`` says, and ``finish`` done on each element."""
+
+        def load(node: Any) -> Any:
+            return tirx.BufferLoad(*place(node.source, list(node.indices)))
+
+        def store(at: dict[Any, Expr], value: Expr) -> Any:
+            index = [at[a] for a in block.axes]
+            if finish is None:
+                target, where = place(block.buffer, index)
+                return tirx.BufferStore(target, value, where)
+            target, where = place(finish.buffer, index)
+            var = tirx.Var("done", block.buffer.dtype)
+            rest = cb.replace_loads(finish.value, lambda ld: var if ld.source.same_as(block.buffer) else load(ld))
+            at_point = cb.substitute(rest, dict(zip(finish.axes, index, strict=True)))
+            return tirx.BufferStore(target, tirx.Let(var, value, at_point), where)
+
+        moved = replace(block, value=cb.replace_loads(block.value, load))
+        if block.combine is None:
+            return spatial(moved, fixed, store, self.machine)
+        return reduction(moved, fixed, store, self.machine, rows)
+
+    def _elementwise(self, block: Block) -> Any:
+        """Return a single elementwise block: over flat memory in chunks where all tensors share one shape."""
+        reads = cb.loads(block.value)
+        alike = all(ep.same_all(ld.indices, block.axes) and ep.same_all(ld.source.shape, block.extents) for ld in reads)
+        index = tirx.Var("i", "int64")
+        views = {x: b.flat(self.renamed[x]) for x in {block.buffer: None, **{ld.source: None for ld in reads}}}
+        value = cb.replace_loads(block.value, lambda ld: tirx.BufferLoad(views[ld.source][0], [index]))
+        if not alike or any(cb.uses(value, axis) for axis in block.axes):
+            return self._alone(block, None, lambda buffer, where: (self.renamed[buffer], where))
+        out, total = views[block.buffer][0], b.product(block.extents)
+
+        def chunk(at: list[Expr]) -> Any:
+            start = at[0] * CHUNK
+            moved = cb.substitute(value, {index: start + index})
+            return b.bound(
+                "length",
+                tirx.min(b.const(CHUNK), total - start),
+                lambda n: spatial(
+                    Block(out, (index,), (n,), (), (), moved),
+                    {},
+                    lambda where, x: tirx.BufferStore(out, x, [start + where[index]]),
+                    self.machine,
+                ),
+            )
+
+        loop = self._parallel([b.ceildiv(total, CHUNK)], _work(block), chunk)
+        return b.seq(*(declared for _, declared in views.values()), loop)
+
+    def _parallel(self, extents: list[Expr], work: Expr, body: Callable[[list[Expr]], Any]) -> Any:
+        """Return one loop over all of ``extents``, in parallel where there is enough to do."""
+
+        def task(t: Expr) -> Any:
+            index: list[Expr] = []
+            for extent in reversed(extents[1:]):
+                index.append(tirx.truncmod(t, extent))
+                t = tirx.truncdiv(t, extent)
+            return _bind_all([t, *reversed(index)] if extents else [], body)
+
+        total = b.product(extents)
+        if not extents or (isinstance(work, tirx.IntImm) and work.value < SERIAL_BELOW):
+            return b.loop("t", total, task)
+        parallel = b.loop("t", total, task, ForKind.PARALLEL)
+        if isinstance(work, tirx.IntImm):
+            return parallel
+        return tirx.IfThenElse(work < b.const(SERIAL_BELOW), b.loop("t", total, task), parallel)
+
+
+def _bind_all(values: list[Expr], body: Callable[[list[Expr]], Any], done: tuple[Expr, ...] = ()) -> Any:
+    if not values:
+        return body(list(done))
+    return b.bound("x", values[0], lambda var: _bind_all(values[1:], body, (*done, var)))
+
+
+def _work(block: Block) -> Expr:
+    weight = 8 if cb.calls(block.value) & set(cb.COSTLY) else 1
+    return b.product([*block.extents, *block.reduced_extents, b.const(weight)])
+
+
+def _flatten(index: list[Expr], extents: tuple[Expr, ...]) -> Expr:
+    at: Expr = b.const(0)
+    for i, extent in zip(index, extents, strict=True):
+        at = at * extent + i
+    return at
