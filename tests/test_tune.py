@@ -20,6 +20,7 @@ import fake_template as fake
 from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError, TuneError
 from tvmcap.kernel import measure, tuner
+from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.tune import tune_module
 from tvmcap.view import progress as view
@@ -104,6 +105,20 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     assert result.interrupted and result.trials == 3
     assert len(RecordStore(tmp_path).records) == 3
     assert any(r.after_us is not None for r in result.results)
+
+
+def test_ctrl_c_inside_a_callback_of_tvm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(self: RankModel) -> None:
+        if len(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    monkeypatch.setattr(RankModel, "fit", fit)
+    before = signal.getsignal(signal.SIGINT)
+    result = run(tmp_path, 40)
+    assert result.interrupted and result.trials == 4
+    assert len(RecordStore(tmp_path).records) == 4
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_unwritable_folder_is_an_error_before_anything_runs(

@@ -12,13 +12,14 @@ from typing import Any
 from tvmcap import cache, pipeline, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, make_config
-from tvmcap.base.errors import IncompatibleLibraryError
+from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import Captured, capture, fingerprint
 from tvmcap.compiled import Compiled
 from tvmcap.kernel.records import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.loader import configure_threads
 from tvmcap.view import kernels
 from tvmcap.view.explain import tuning_notice
 
@@ -70,8 +71,14 @@ def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any], co
 
     key = cache.key(_identity(fn, args, kwargs, config, target, stores))
     path = cache.store(key, make, config.cache_dir)
-    made.setdefault("capture_again", lambda: capture(fn, args, kwargs, config))
-    compiled = _open(path, config, made)
+    try:
+        compiled = _open(path, config, made)
+    except DamagedLibraryError as e:
+        logger.warning("the cached library is damaged and is built again: %s", e)
+        cache.drop(key, config.cache_dir)
+        compiled = _open(cache.store(key, make, config.cache_dir), config, made)
+    if compiled.capture_again is None:
+        compiled.capture_again = lambda: capture(fn, args, kwargs, config)
     if not compiled.from_cache:
         _report(compiled, config)
     return compiled
@@ -81,6 +88,7 @@ def _make(
     fn: Any, args: Any, kwargs: Any, config: Config, target: Any, stores: Any, key: str, path: Path, start: float
 ) -> dict[str, Any]:
     """Run the chain: capture, passes, tuning where asked for, codegen, one file."""
+    configure_threads()  # before any kernel runs here: TVM's pool cannot grow later
     trace = pipeline.Trace()
     captured = trace.timed("capture", lambda: capture(fn, args, kwargs, config))
     fused = pipeline.run(captured.mod, pipeline.front(target), target, config, trace)

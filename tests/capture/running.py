@@ -22,7 +22,9 @@ def compiled(captured: Captured, is_widened: bool = True) -> Callable[..., Any]:
     """Return a function with the user's calling convention that runs the module on the CPU."""
     mod = widen(captured.mod) if is_widened else captured.mod
     mod = relax.transform.LegalizeOps()(mod)
-    machine = relax.VirtualMachine(tvm.compile(mod, target=tvm.target.Target({"kind": "llvm"})), tvm.cpu())
+    machine = relax.VirtualMachine(
+        tvm.compile(mod, target=tvm.target.Target({"kind": "llvm"})), tvm.cpu()
+    )
 
     def call(*args: Any) -> Any:
         leaves = [t.contiguous() for t in flatten(captured.signature.in_tree, args)]
@@ -48,7 +50,11 @@ def same(got: Any, expected: Any, tolerance: float | None = None) -> None:
 
 
 def check(
-    fn: Callable[..., Any], args: tuple[Any, ...], *others: tuple[Any, ...], tolerance: float | None = None, **config: Any
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    *others: tuple[Any, ...],
+    tolerance: float | None = None,
+    **config: Any,
 ) -> Captured:
     """Capture at ``args``; compare with eager there and at ``others``, with no second capture."""
     captured = capture(fn, args, config=Config(**config))

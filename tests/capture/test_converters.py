@@ -73,7 +73,14 @@ REDUCE = {
     "norm": lambda x: (F.normalize(x, dim=-1), x.norm(dim=-1)),
     "logsumexp": lambda x: torch.logsumexp(x, -1),
     "variance": lambda x: (x.var(-1), x.var(-1, correction=0), x.std(), *torch.var_mean(x, -1)),
-    "extremes": lambda x: (x.max(), x.max(-1)[0], x.amax(-1), x.amin((0, 1)), x.argmax(-1), x.argmax()),
+    "extremes": lambda x: (
+        x.max(),
+        x.max(-1)[0],
+        x.amax(-1),
+        x.amin((0, 1)),
+        x.argmax(-1),
+        x.argmax(),
+    ),
     "products": lambda x: (x.prod(-1), x.cumsum(-1)),
     "any": lambda x: ((x > 0).any(-1), (x > 0).all(-1)),
     "softmin": lambda x: (F.softmin(x, -1), F.log_softmax(x, -1)),
@@ -85,7 +92,12 @@ MOVE = {
     "select": lambda x: (x[-1], x[:, 3], x[:, 1:-1:2], x[-2:]),
     "parts": lambda x: (*x.chunk(3, -1), *x.split([3, 5], -1), *x.unbind(0)),
     "join": lambda x: (torch.stack([x, x * 2], 1), x.repeat(2, 1), x.repeat_interleave(2, dim=1)),
-    "shape": lambda x: (x[:, None].expand(4, 3, 8), x.unflatten(-1, (2, 4)), x.flip(-1), x.roll(2, -1)),
+    "shape": lambda x: (
+        x[:, None].expand(4, 3, 8),
+        x.unflatten(-1, (2, 4)),
+        x.flip(-1),
+        x.roll(2, -1),
+    ),
     "gather": lambda x: x.gather(1, torch.zeros(4, 2, dtype=torch.long)),
     "negative": lambda x: x[:, torch.tensor([-1, 0])],
     "two": lambda x: x[torch.tensor([0, 1]), torch.tensor([-1, 2])],
@@ -100,28 +112,45 @@ PRODUCT = {
     "einsum": lambda x: torch.einsum("bi,bj->ij", x, x),
     "outer": lambda x: torch.outer(x[0], x[1]),
     "bmm": lambda x: torch.bmm(x[:, :, None], x[:, None]),
-    "baddbmm": lambda x: torch.baddbmm(x[:, :, None], x[:, :, None], x[:, None, :], beta=0.5, alpha=2.0),
-    "addmm": lambda x: (torch.addmm(x, x, x.T @ x, beta=0.5, alpha=2.0), torch.addmm(x, x, x.T @ x, beta=0)),
+    "baddbmm": lambda x: torch.baddbmm(
+        x[:, :, None], x[:, :, None], x[:, None, :], beta=0.5, alpha=2.0
+    ),
+    "addmm": lambda x: (
+        torch.addmm(x, x, x.T @ x, beta=0.5, alpha=2.0),
+        torch.addmm(x, x, x.T @ x, beta=0),
+    ),
     "vectors": lambda x: (x @ x[0], x[:, 0] @ x, x[0] @ x[1]),
 }
 
 IMAGE = {
-    "average": lambda x: (F.avg_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)),
+    "average": lambda x: (
+        F.avg_pool2d(x, 3, 2, 1),
+        F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    ),
     "adaptive": lambda x: F.adaptive_avg_pool2d(x, (4, 2)),
     "maximum": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
     "norms": lambda x: (F.group_norm(x, 2), F.instance_norm(x), F.layer_norm(x, (8, 8))),
     "shuffle": lambda x: F.pixel_shuffle(x, 2),
-    "resize": lambda x: (F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=2, mode="bilinear")),
+    "resize": lambda x: (
+        F.interpolate(x, scale_factor=2),
+        F.interpolate(x, scale_factor=2, mode="bilinear"),
+    ),
     "grouped": lambda x: F.conv2d(x, torch.ones(8, 2, 3, 3), torch.ones(8), groups=2),
     "same": lambda x: F.conv2d(x, torch.ones(8, 4, 3, 3), padding="same"),
-    "conv1d": lambda x: F.conv1d(x[:, 0], torch.ones(5, 8, 3), torch.ones(5), padding=1, dilation=2),
+    "conv1d": lambda x: F.conv1d(
+        x[:, 0], torch.ones(5, 8, 3), torch.ones(5), padding=1, dilation=2
+    ),
     "transposed": lambda x: F.conv_transpose2d(
         x, torch.ones(4, 3, 3, 3), torch.ones(3), stride=2, padding=1, output_padding=1
     ),
 }
 
 
-@pytest.mark.parametrize("operators", [UNARY, BINARY, REDUCE, MOVE, PRODUCT], ids="unary binary reduce move product".split())
+@pytest.mark.parametrize(
+    "operators",
+    [UNARY, BINARY, REDUCE, MOVE, PRODUCT],
+    ids="unary binary reduce move product".split(),
+)
 def test_matrix(operators):
     check(together(operators), (torch.randn(4, 8) * 2,))
 

@@ -104,7 +104,12 @@ def changes_a_global(x):
 
 @pytest.mark.parametrize(
     ("fn", "name"),
-    [(Counter(), "count"), (adds_in_place, "x"), (writes_a_slice, "x"), (changes_a_global, "closed")],
+    [
+        (Counter(), "count"),
+        (adds_in_place, "x"),
+        (writes_a_slice, "x"),
+        (changes_a_global, "closed"),
+    ],
 )
 def test_mutation(fn, name):
     with pytest.raises(MutationError, match=rf"^{name} is changed in place"):

@@ -114,7 +114,9 @@ def test_training_flag_and_structure():
 
 def test_closures_and_partials(tmp_path, monkeypatch):
     module = load(tmp_path, monkeypatch, BASE)
-    keys = [fingerprint(module.outer(v), (X,)) for v in (2, 3, 2.0, True, torch.ones(1), torch.zeros(1))]
+    keys = [
+        fingerprint(module.outer(v), (X,)) for v in (2, 3, 2.0, True, torch.ones(1), torch.zeros(1))
+    ]
     assert len(set(keys)) == len(keys)
     assert fingerprint(module.outer(2), (X,)) == keys[0]
     assert fingerprint(functools.partial(module.fn, limit=1), (X,)) != fingerprint(

@@ -79,11 +79,15 @@ class MultiHead(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+    return nn.Sequential(
+        nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("make", [mlp, RMSNorm, lambda: nn.RMSNorm(16)], ids=["mlp", "rms", "nn.rms"])
+@pytest.mark.parametrize(
+    "make", [mlp, RMSNorm, lambda: nn.RMSNorm(16)], ids=["mlp", "rms", "nn.rms"]
+)
 def test_rows(make, dtype):
     model = make().eval().to(dtype)
     check(model, *((torch.randn(rows, 16).to(dtype),) for rows in (4, 1)), dynamic={0: {0: "B"}})
@@ -119,7 +123,12 @@ def test_attention(mode, dtype):
 
 def test_attention_forms():
     check(Attention("plain"), (torch.randn(2, 6, 16),))
-    check(MultiHead().eval(), (torch.randn(2, 6, 16),), (torch.randn(3, 6, 16),), dynamic={"x": {0: "B"}})
+    check(
+        MultiHead().eval(),
+        (torch.randn(2, 6, 16),),
+        (torch.randn(3, 6, 16),),
+        dynamic={"x": {0: "B"}},
+    )
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
 
     def grouped(q, k, m):
@@ -137,7 +146,11 @@ def test_encoder_layer(dtype):
 
 def test_structures():
     def nested(d, pair, flag=True):
-        return {"a": d["x"] + pair[0] * d["n"], "b": (pair[1] * 2, [d["x"]]), "c": None if flag else 1}
+        return {
+            "a": d["x"] + pair[0] * d["n"],
+            "b": (pair[1] * 2, [d["x"]]),
+            "c": None if flag else 1,
+        }
 
     args = ({"x": torch.randn(3, 4), "n": 3}, (torch.randn(3, 4), torch.randn(5)))
     captured = check(nested, args)
@@ -150,7 +163,10 @@ def test_structures():
 
     check(twice, (torch.randn(3, 4),), (torch.randn(1, 4),), dynamic={"x": {0: "B"}})
     check(lambda x, s: x * s + s, (torch.randn(3, 4), torch.randn(())))
-    check(lambda m, i, x: torch.where(m, x, 0)[:, i], (torch.rand(3, 4) > 0.5, torch.tensor([1, -1]), torch.randn(3, 4)))
+    check(
+        lambda m, i, x: torch.where(m, x, 0)[:, i],
+        (torch.rand(3, 4) > 0.5, torch.tensor([1, -1]), torch.randn(3, 4)),
+    )
     check(lambda a, b: a @ b, *[(x, x) for x in [torch.randn(4, 4)]])
 
 
@@ -162,7 +178,9 @@ def test_sizes_in_shapes():
         (torch.randn(5, 8), torch.randn(1, 8)),
         dynamic={"x": {0: "A"}, "y": {0: "C"}},
     )
-    sizes = [[evaluate(s, {"A": 5, "C": 2}) for s in spec.shape] for spec in captured.signature.outputs]
+    sizes = [
+        [evaluate(s, {"A": 5, "C": 2}) for s in spec.shape] for spec in captured.signature.outputs
+    ]
     assert sizes == [[20, 2], [56], [5, 2, 4]]
 
 
@@ -177,7 +195,12 @@ def test_tied_weights_are_one_constant():
         def forward(self, i):
             return self.head(self.table(i))
 
-    captured = check(Tied(), (torch.randint(0, 20, (4,)),), (torch.randint(0, 20, (1,)),), dynamic={"i": {0: "B"}})
+    captured = check(
+        Tied(),
+        (torch.randint(0, 20, (4,)),),
+        (torch.randint(0, 20, (1,)),),
+        dynamic={"i": {0: "B"}},
+    )
     assert len(captured.frozen) == 1
     tables = []
 

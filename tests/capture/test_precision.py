@@ -26,7 +26,12 @@ def fused(captured):
     mod = relax.transform.FoldConstant()(relax.transform.LegalizeOps()(mod))
     mod = relax.transform.FuseOps()(relax.transform.AnnotateTIROpPattern()(mod))
     mod = relax.transform.FuseTIR()(relax.transform.DeadCodeElimination(["main"])(mod))
-    calls = [b for block in mod["main"].body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+    calls = [
+        b
+        for block in mod["main"].body.blocks
+        for b in block.bindings
+        if isinstance(b.value, relax.Call)
+    ]
     return [(b.value.args[0].name_hint, str(b.var.ty.dtype.dtype)) for b in calls]
 
 
@@ -67,11 +72,13 @@ def test_error_is_at_most_twice_eagers(dtype):
 def test_block_is_one_kernel(approximate):
     x, w, b = (torch.randn(s, dtype=torch.bfloat16) for s in ((4, 16), (16, 32), (32,)))
     captured = capture(
-        lambda x, w, b: F.gelu(x @ w + b, approximate=approximate), (x, w, b), config=Config(dynamic={0: {0: "B"}})
+        lambda x, w, b: F.gelu(x @ w + b, approximate=approximate),
+        (x, w, b),
+        config=Config(dynamic={0: {0: "B"}}),
     )
     assert [dtype for _, dtype in fused(captured)] == ["bfloat16"]
     text = widen(captured.mod).script()
-    assert text.count('R.astype(') == 2  # the bias in, the result out
+    assert text.count("R.astype(") == 2  # the bias in, the result out
     assert 'R.matmul(x, w, out_dtype="float32")' in text
 
 
@@ -86,7 +93,9 @@ def test_residuals_stay_in_16_bits_between_kernels():
             return y + torch.tanh(self.norm(y))
 
     model = Block().bfloat16()
-    captured = capture(model, (torch.randn(4, 16).bfloat16(),), config=Config(dynamic={0: {0: "B"}}))
+    captured = capture(
+        model, (torch.randn(4, 16).bfloat16(),), config=Config(dynamic={0: {0: "B"}})
+    )
     kernels = fused(captured)
     assert {dtype for _, dtype in kernels} == {"bfloat16"}
     assert len(kernels) == 4, kernels
@@ -95,7 +104,9 @@ def test_residuals_stay_in_16_bits_between_kernels():
 
 def test_two_products_added_are_two_kernels_in_16_bits():
     x = torch.randn(4, 16).bfloat16()
-    captured = capture(lambda x, v, w: torch.relu(x @ v + x @ w), (x, *torch.randn(2, 16, 16).bfloat16()))
+    captured = capture(
+        lambda x, v, w: torch.relu(x @ v + x @ w), (x, *torch.randn(2, 16, 16).bfloat16())
+    )
     assert [dtype for _, dtype in fused(captured)] == ["bfloat16", "bfloat16"]
 
 

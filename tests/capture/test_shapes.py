@@ -15,7 +15,11 @@ from tvmcap.capture.export import capture
 @pytest.mark.parametrize("rows", [0, 1, 2, 8])
 def test_any_example_size_stays_free(rows):
     weight = torch.randn(8, 8)
-    captured = capture(lambda x: torch.relu(x @ weight), (torch.randn(rows, 8),), config=Config(dynamic={0: {0: "B"}}))
+    captured = capture(
+        lambda x: torch.relu(x @ weight),
+        (torch.randn(rows, 8),),
+        config=Config(dynamic={0: {0: "B"}}),
+    )
     assert captured.signature.inputs[0].shape == ("B", 8)
     x = torch.randn(5, 8)
     same(compiled(captured)(x), torch.relu(x @ weight))
@@ -30,7 +34,9 @@ def test_shared_and_nested_names():
     captured = capture(fn, args, config=Config(dynamic=dynamic))
     assert captured.signature.dims == (DimSpec("B", 1, 64),)
     attrs = captured.mod["main"].attrs
-    assert dict(attrs["tir_var_lower_bound"]) == {"B": 1} and dict(attrs["tir_var_upper_bound"]) == {"B": 64}
+    assert dict(attrs["tir_var_lower_bound"]) == {"B": 1} and dict(
+        attrs["tir_var_upper_bound"]
+    ) == {"B": 64}
     big = ({"x": torch.randn(6, 8), "mask": torch.randn(6, 1)}, [torch.randn(6, 8)])
     same(compiled(captured)(*big), fn(*big))
 

@@ -134,3 +134,20 @@ def test_draws_are_pooled_by_their_largest_errors():
     b = Comparison("y", "float32", (4,), max_abs=1.0, got=1.0, eager_abs=2.0, budget=4.0)
     assert pool(a, b).ok and pool(a, b).eager_abs == 2.0
     assert not pool(a, a).ok
+
+
+def test_weights_are_drawn_once_and_activations_for_every_set():
+    args, sig = block_case()
+    seen = []
+    lib = FakeCompiled(lambda x, w, b: seen.append((x, w)) or block(x, w, b), block, args, sig)
+    assert verify(lib).ok
+    normal = [pair for pair, n in zip(seen, range(len(seen)), strict=True) if n not in (1, 2)]
+    assert all(w is normal[0][1] for _, w in normal)
+    assert len({float(x.flatten()[0]) for x, _ in normal}) == len(normal)
+
+
+def test_code_that_writes_to_its_arguments_is_refused():
+    args, sig = block_case()
+    lib = FakeCompiled(block, lambda x, w, b: block(x.mul_(2), w, b), args, sig)
+    with pytest.raises(VerifyError, match="writes to its arguments"):
+        verify(lib)

@@ -24,10 +24,10 @@ else:
 
 @dataclass(frozen=True)
 class Dim:
-    """A named dynamic dimension with inclusive bounds; equal names are equal sizes."""
+    """A named dynamic dimension with inclusive bounds; equal names are equal sizes. A size of 0 gives empty results."""
 
     name: str
-    min: int = 1
+    min: int = 0
     max: int | None = None
 
     def __post_init__(self) -> None:

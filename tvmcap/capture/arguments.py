@@ -45,7 +45,11 @@ class BoundCall:
     @property
     def frozen(self) -> dict[str, Any]:
         """Name to value of the frozen arguments."""
-        return {n: v for i, (n, v) in enumerate(zip(self.call.names, self.call.values, strict=True)) if i not in self.kept}
+        return {
+            n: v
+            for i, (n, v) in enumerate(zip(self.call.names, self.call.values, strict=True))
+            if i not in self.kept
+        }
 
     def invoke(self, values: Sequence[Any]) -> Any:
         """Call the function with ``values`` for the free arguments."""
@@ -62,7 +66,10 @@ class BoundCall:
 
     def examples(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the free example values as positional and keyword arguments, every tensor a torch tensor."""
-        rows = [(self.call.names[i], to_torch(self.call.values[i]), self.call.keyword[i]) for i in self.kept]
+        rows = [
+            (self.call.names[i], to_torch(self.call.values[i]), self.call.keyword[i])
+            for i in self.kept
+        ]
         return tuple(v for _, v, k in rows if not k), {n: v for n, v, k in rows if k}
 
 
@@ -79,14 +86,22 @@ def freeze(
 ) -> BoundCall:
     """Bind the example arguments and take out those that ``constants`` names; an unknown name is a ConfigError."""
     if not callable(fn):
-        raise CaptureError(f"got a {type(fn).__name__}; give a function, an nn.Module, an ExportedProgram or a .pt2 path")
+        raise CaptureError(
+            f"got a {type(fn).__name__}; give a function, an nn.Module, an ExportedProgram or a .pt2 path"
+        )
     call = bind(fn, args, kwargs)
     for name in constants:
         if name not in call.names:
             near = difflib.get_close_matches(name, call.names, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"the arguments are: {', '.join(call.names)}"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"the arguments are: {', '.join(call.names)}"
+            )
             raise ConfigError(f"constants: no argument {name!r}; {hint}")
-    values = tuple(to_torch(v) if n in constants else v for n, v in zip(call.names, call.values, strict=True))
+    values = tuple(
+        to_torch(v) if n in constants else v for n, v in zip(call.names, call.values, strict=True)
+    )
     kept = tuple(i for i, name in enumerate(call.names) if name not in constants)
     return BoundCall(fn, Call(call.names, values, call.keyword), kept)
 
@@ -106,17 +121,27 @@ def program_dims(
     for name, value in zip(call.names, call.values, strict=True):
         describe(value, name, leaves)
     wanted = resolve(dynamic, call.names, leaves)
-    values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder" and n.name in _user_inputs(program)]
+    values = [
+        n.meta["val"]
+        for n in program.graph.nodes
+        if n.op == "placeholder" and n.name in _user_inputs(program)
+    ]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    if len(tensors) != len(leaves) or len(leaves) != sum(as_tensor(v) is not None for v in tree_leaves((args, kwargs))):
-        raise CaptureError(f"the exported program takes {len(tensors)} tensors, the example has {len(leaves)}")
+    if len(tensors) != len(leaves) or len(leaves) != sum(
+        as_tensor(v) is not None for v in tree_leaves((args, kwargs))
+    ):
+        raise CaptureError(
+            f"the exported program takes {len(tensors)} tensors, the example has {len(leaves)}"
+        )
     names: dict[str, Dim] = {}
     out: dict[str, dict[int, Dim]] = {}
     for leaf, ((name, _), value) in enumerate(zip(leaves, tensors, strict=True)):
         for axis, size in enumerate(value.shape):
             label = wanted.where.get((leaf, axis))
             if isinstance(size, torch.SymInt):
-                dim = _program_dim(program, size, names, wanted.dims[label] if label else None, f"{name}_{axis}")
+                dim = _program_dim(
+                    program, size, names, wanted.dims[label] if label else None, f"{name}_{axis}"
+                )
                 out.setdefault(name, {})[axis] = dim
             elif label:
                 raise CaptureError(
@@ -130,10 +155,14 @@ def _user_inputs(program: ExportedProgram) -> set[str]:
     return {str(name) for name in program.graph_signature.user_inputs}
 
 
-def _program_dim(program: ExportedProgram, size: torch.SymInt, names: dict[str, Dim], dim: Dim | None, name: str) -> Dim:
+def _program_dim(
+    program: ExportedProgram, size: torch.SymInt, names: dict[str, Dim], dim: Dim | None, name: str
+) -> Dim:
     symbol = size.node.expr
     if not symbol.is_symbol:
-        raise CaptureError(f"{name}: the exported program ties this dimension to others ({symbol}); export it free")
+        raise CaptureError(
+            f"{name}: the exported program ties this dimension to others ({symbol}); export it free"
+        )
     if str(symbol) not in names:
         bounds = program.range_constraints[symbol]
         low = int(bounds.lower) if bounds.lower.is_finite and int(bounds.lower) > 2 else 1

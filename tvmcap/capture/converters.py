@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
+import tvm
 from torch import fx
 from tvm import relax, tirx
 
@@ -74,7 +74,9 @@ def _variance(node: fx.Node, importer: Any) -> Any:
     y = emit(importer, relax.op.variance(x, axes, keepdims=bool(a["keepdim"])))
     correction = 1 if a["correction"] is None else a["correction"]
     factor = count / (count - correction) if count > correction else float("nan")
-    return y if factor == 1 else emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
+    return (
+        y if factor == 1 else emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
+    )
 
 
 def _embedding(node: fx.Node, importer: Any) -> Any:
@@ -124,7 +126,9 @@ def _from_start(importer: Any, index: relax.Expr, extent: Any) -> Any:
     dtype = dtype_of(index)
     size = _operand(importer, int(extent) if isinstance(extent, tirx.IntImm) else extent, dtype)
     is_negative = emit(importer, relax.op.less(index, relax.const(0, dtype)))
-    return emit(importer, relax.op.where(is_negative, emit(importer, relax.op.add(index, size)), index))
+    return emit(
+        importer, relax.op.where(is_negative, emit(importer, relax.op.add(index, size)), index)
+    )
 
 
 def _divide_rounding(node: fx.Node, importer: Any) -> Any:
@@ -175,7 +179,10 @@ def _log1p_of(importer: Any, x: relax.Expr, one: relax.Expr) -> Any:
     is_same = emit(importer, relax.op.equal(shifted, one))
     is_infinite = emit(importer, relax.op.isinf(x))
     plain = emit(importer, relax.op.log(shifted))
-    return emit(importer, relax.op.where(is_same, x, emit(importer, relax.op.where(is_infinite, plain, result))))
+    return emit(
+        importer,
+        relax.op.where(is_same, x, emit(importer, relax.op.where(is_infinite, plain, result))),
+    )
 
 
 def _reduction(op: Callable[..., relax.Expr]) -> Converter:
@@ -208,18 +215,20 @@ def _variance_and_mean(node: fx.Node, importer: Any) -> Any:
 
 
 def _group_norm(node: fx.Node, importer: Any) -> Any:
-    """Group norm with or without weights."""
+    """Group norm with or without weights; Relax types it for float32 but not for bfloat16."""
     a = arguments_of(node, importer)
-    x, channels = a["input"], int(a["input"].ty.shape[1])
-    weight = a["weight"] if a["weight"] is not None else _filled(1, channels, x)
-    bias = a["bias"] if a["bias"] is not None else _filled(0, channels, x)
+    wide = "float32" if dtype_of(a["input"]) in HALF else dtype_of(a["input"])
+    x, channels = cast(importer, a["input"], wide), int(a["input"].ty.shape[1])
+    weight = cast(importer, _filled(1, channels, x) if a["weight"] is None else a["weight"], wide)
+    bias = cast(importer, _filled(0, channels, x) if a["bias"] is None else a["bias"], wide)
     axes = list(range(2, len(x.ty.shape)))
     norm = relax.op.nn.group_norm(x, weight, bias, int(a["group"]), 1, axes, a["eps"])
-    return [emit(importer, norm), None, None]
+    return [cast(importer, emit(importer, norm), dtype_of(a["input"])), None, None]
 
 
 def _filled(value: int, size: int, like: relax.Expr) -> Any:
-    return relax.const(np.full(size, value, "float32"), dtype_of(like))
+    full = torch.full((size,), value, dtype=getattr(torch, dtype_of(like)))
+    return relax.const(tvm.runtime.from_dlpack(full))
 
 
 CONVERTERS: dict[str, Converter] = {

@@ -35,7 +35,11 @@ def arguments_of(node: fx.Node, importer: Any) -> dict[str, Any]:
     assert isinstance(node.target, torch._ops.OpOverload)
     named = {}
     for i, argument in enumerate(node.target._schema.arguments):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        value = (
+            node.args[i]
+            if i < len(node.args)
+            else node.kwargs.get(argument.name, argument.default_value)
+        )
         named[argument.name] = importer._retrieve_args(value)
     return named
 

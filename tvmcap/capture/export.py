@@ -6,6 +6,8 @@ Ensures a straight-line graph of operators the back end lowers, with symbolic si
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import random
 import re
@@ -81,7 +83,9 @@ def capture(
         fn, args, kwargs, config = _unpack(fn, args, kwargs, config)
     call = arguments.freeze(fn, args or (), kwargs or {}, config.constants)
     leaves: list[tuple[str, torch.Tensor]] = []
-    items = [describe(value, name, leaves) for name, value in zip(call.names, call.values, strict=True)]
+    items = [
+        describe(value, name, leaves) for name, value in zip(call.names, call.values, strict=True)
+    ]
     free = shapes.resolve(config.dynamic, call.names, leaves)
     program, out_tree = _export(call, leaves, free)
     return _finish(program, call, leaves, free, {"kind": "tuple", "items": items}, out_tree)
@@ -98,7 +102,10 @@ def _load(path: str | os.PathLike[str]) -> ExportedProgram:
 
 
 def _unpack(
-    program: ExportedProgram, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, config: Config
+    program: ExportedProgram,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    config: Config,
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], Config]:
     """Turn an exported program into its module, its examples and its dynamic dimensions."""
     if args is None and kwargs is None:
@@ -110,13 +117,15 @@ def _unpack(
     return module, args or (), kwargs or {}, replace(config, dynamic=dynamic)
 
 
-class _Flat(torch.nn.Module):
+class _Flat(torch.nn.Module):  # type: ignore[misc]
     """The user's function on a flat list of tensors, as torch.export wants it."""
 
     def __init__(self, call: arguments.BoundCall) -> None:
         super().__init__()
         self.call_ = call
-        self.found = SimpleNamespace(out_tree=None)  # torch.export restores attributes, but not what they hold
+        self.found = SimpleNamespace(
+            out_tree=None
+        )  # torch.export restores attributes, but not what they hold
         if isinstance(call.fn, torch.nn.Module):
             self.fn = call.fn
 
@@ -144,6 +153,27 @@ def _undisturbed() -> Iterator[None]:
         random.setstate(states[1])
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging and printing what our errors say; its logs come back with TORCH_LOGS."""
+    names = (
+        "torch._subclasses.fake_tensor",
+        "torch.fx.experimental.symbolic_shapes",
+        "torch.export",
+    )
+    loggers = [logging.getLogger(name) for name in names]
+    before = [log.disabled for log in loggers]
+    is_quiet = not os.environ.get("TORCH_LOGS")
+    for log in loggers:
+        log.disabled = log.disabled or is_quiet
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if is_quiet else contextlib.nullcontext():
+            yield
+    finally:
+        for log, was in zip(loggers, before, strict=True):
+            log.disabled = was
+
+
 def _export(
     call: arguments.BoundCall, leaves: shapes.Leaves, free: shapes.Free
 ) -> tuple[ExportedProgram, Tree]:
@@ -165,7 +195,8 @@ def _export_at(
     try:
         with _undisturbed(), source.recording():
             inputs = shapes.resize(free, leaves, sizes)
-            program = torch.export.export(flat, inputs, dynamic_shapes=dynamic, strict=False)
+            with _quiet():
+                program = torch.export.export(flat, inputs, dynamic_shapes=dynamic, strict=False)
     except TvmcapError:
         raise
     except Exception as e:
@@ -221,7 +252,9 @@ def _finish(
             warnings.simplefilter("ignore")
             program = operators.decompose(program, known)
     except Exception as e:
-        raise CaptureError(f"PyTorch could not decompose the graph: {type(e).__name__}: {_first_line(e)}") from e
+        raise CaptureError(
+            f"PyTorch could not decompose the graph: {type(e).__name__}: {_first_line(e)}"
+        ) from e
     operators.check_outputs(program)
     operators.check_supported(program.graph, known)
     placeholders = _user_placeholders(program)
@@ -230,7 +263,10 @@ def _finish(
     mod = ir.import_graph(program, params, _constants(program), symbols)
     values = [node.meta["val"] for node in _outputs(program)]
     signature = Signature(
-        inputs=tuple(_spec(name, node.meta["val"], symbols) for name, node in zip(names, placeholders, strict=True)),
+        inputs=tuple(
+            _spec(name, node.meta["val"], symbols)
+            for name, node in zip(names, placeholders, strict=True)
+        ),
         outputs=tuple(_spec(f"out{i}", value, symbols) for i, value in enumerate(values)),
         dims=tuple(DimSpec(d.name, d.min, d.max) for d in free.dims.values()),
         in_tree=in_tree,
@@ -239,7 +275,9 @@ def _finish(
     )
     args, kwargs = call.examples()
     eager = call.eager if call.frozen else call.fn
-    return Captured(mod, signature, tuple(dict.fromkeys(frozen.values())), eager, args, kwargs, lines)
+    return Captured(
+        mod, signature, tuple(dict.fromkeys(frozen.values())), eager, args, kwargs, lines
+    )
 
 
 def _user_placeholders(program: ExportedProgram) -> list[fx.Node]:
@@ -262,7 +300,11 @@ def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
         if spec.kind is kinds.USER_INPUT:
             continue
         target = str(spec.target)
-        out[spec.arg.name] = program.state_dict[target] if target in program.state_dict else program.constants[target]
+        out[spec.arg.name] = (
+            program.state_dict[target]
+            if target in program.state_dict
+            else program.constants[target]
+        )
     return out
 
 
@@ -272,12 +314,15 @@ def _frozen_names(program: ExportedProgram, call: arguments.BoundCall) -> dict[s
     values = _constants(program)
     targets = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
     return {
-        name: known.get(tensor.data_ptr()) or targets[name].removeprefix("fn.") for name, tensor in values.items()
+        name: known.get(tensor.data_ptr()) or targets[name].removeprefix("fn.")
+        for name, tensor in values.items()
     }
 
 
 def _spec(name: str, value: torch.Tensor, symbols: shapes.Symbols) -> TensorSpec:
-    return TensorSpec(name, dtype_name(value.dtype), tuple(symbols.text(size) for size in value.shape))
+    return TensorSpec(
+        name, dtype_name(value.dtype), tuple(symbols.text(size) for size in value.shape)
+    )
 
 
 def _identifiers(names: Sequence[str]) -> list[str]:

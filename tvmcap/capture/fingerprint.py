@@ -45,11 +45,17 @@ def fingerprint(
     config = config or Config()
     walk = _Walk()
     walk.add("versions", sys.version, torch.__version__, str(torch.get_default_dtype()))
-    walk.add("autocast", str(torch.is_autocast_enabled("cpu")), str(torch.is_autocast_enabled("cuda")))
+    walk.add(
+        "autocast", str(torch.is_autocast_enabled("cpu")), str(torch.is_autocast_enabled("cuda"))
+    )
     if isinstance(fn, str | os.PathLike):
         with open(fn, "rb") as file:
-            walk.add("file", hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest")
-                     else hashlib.sha256(file.read()).hexdigest())
+            walk.add(
+                "file",
+                hashlib.file_digest(file, "sha256").hexdigest()
+                if hasattr(hashlib, "file_digest")
+                else hashlib.sha256(file.read()).hexdigest(),
+            )
         return _with_plain_arguments(walk, args, kwargs, config)
     if isinstance(fn, ExportedProgram):
         walk.program(fn)
@@ -57,7 +63,9 @@ def fingerprint(
     call = arguments.freeze(fn, args or (), kwargs or {}, config.constants)
     walk.visit(fn)
     leaves: list[tuple[str, torch.Tensor]] = []
-    trees = [describe(value, name, leaves) for name, value in zip(call.names, call.values, strict=True)]
+    trees = [
+        describe(value, name, leaves) for name, value in zip(call.names, call.values, strict=True)
+    ]
     free = shapes.resolve(config.dynamic, call.names, leaves)
     walk.visit([call.call.names, call.call.keyword, trees])
     for i, (name, tensor) in enumerate(leaves):
@@ -128,7 +136,7 @@ class _Walk:
         elif isinstance(value, set | frozenset) and all(isinstance(item, _PLAIN) for item in value):
             self.add("set", *sorted(repr(item) for item in value))
         else:
-            self.object(value)
+            self.instance(value)
 
     def tensor(self, value: torch.Tensor) -> None:
         """Feed a tensor's dtype, shape, device type and bytes."""
@@ -136,8 +144,11 @@ class _Walk:
         if value.layout != torch.strided or value.is_meta:
             return self.opaque(value)
         dense = value.detach().cpu().contiguous()
-        self.add(memoryview(dense.reshape(-1).view(torch.uint8).numpy()).cast("B").tobytes() if dense.numel() < 1 << 16
-                 else _digest(dense))
+        self.add(
+            memoryview(dense.reshape(-1).view(torch.uint8).numpy()).cast("B").tobytes()
+            if dense.numel() < 1 << 16
+            else _digest(dense)
+        )
 
     def function(self, value: types.FunctionType) -> None:
         """Feed a function by name where a versioned library has it, else by bytecode and references."""
@@ -169,8 +180,20 @@ class _Walk:
 
     def code(self, value: types.CodeType) -> None:
         """Feed bytecode and its constants; file names and line numbers do not count."""
-        self.add(value.co_code, repr((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)))
-        self.add(repr((value.co_argcount, value.co_kwonlyargcount, value.co_posonlyargcount, value.co_flags)))
+        self.add(
+            value.co_code,
+            repr((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)),
+        )
+        self.add(
+            repr(
+                (
+                    value.co_argcount,
+                    value.co_kwonlyargcount,
+                    value.co_posonlyargcount,
+                    value.co_flags,
+                )
+            )
+        )
         self.add(getattr(value, "co_exceptiontable", b""))
         for constant in value.co_consts:
             if isinstance(constant, types.CodeType):
@@ -184,7 +207,14 @@ class _Walk:
             return
         self.add("class", value.__qualname__)
         for name, item in sorted(vars(value).items()):
-            if name in ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__abstractmethods__"):
+            if name in (
+                "__dict__",
+                "__weakref__",
+                "__doc__",
+                "__module__",
+                "__firstlineno__",
+                "__abstractmethods__",
+            ):
                 continue
             self.add(name)
             if isinstance(item, staticmethod | classmethod):
@@ -197,7 +227,7 @@ class _Walk:
         for base in value.__bases__:
             self.visit(base)
 
-    def object(self, value: Any) -> None:
+    def instance(self, value: Any) -> None:
         """Feed an instance by its class and attributes."""
         if self.library(value):
             return
@@ -210,17 +240,31 @@ class _Walk:
 
     def library(self, value: Any) -> bool:
         """Feed a function, class or module of a versioned library, or of the standard one, by its name alone."""
-        is_named = isinstance(value, type | types.ModuleType | types.FunctionType) or callable(value)
-        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        is_named = isinstance(value, type | types.ModuleType | types.FunctionType) or callable(
+            value
+        )
+        name = (
+            value.__name__
+            if isinstance(value, types.ModuleType)
+            else getattr(value, "__module__", None)
+        )
         if isinstance(value, types.BuiltinFunctionType):
             owner = getattr(value, "__self__", None)
-            self.add("builtin", str(name), value.__qualname__, str(getattr(owner, "__name__", type(owner).__name__)))
+            self.add(
+                "builtin",
+                str(name),
+                value.__qualname__,
+                str(getattr(owner, "__name__", type(owner).__name__)),
+            )
             return owner is None or isinstance(owner, types.ModuleType | type)
         qualified = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             self.add("operator", str(value))
             return str(value).startswith(("aten", "prims"))
-        if not (is_named and isinstance(name, str) and isinstance(qualified, str)) or "<locals>" in qualified:
+        if (
+            not (is_named and isinstance(name, str) and isinstance(qualified, str))
+            or "<locals>" in qualified
+        ):
             return False
         version = _version(name.partition(".")[0])
         if version is None:
@@ -231,7 +275,13 @@ class _Walk:
     def program(self, value: ExportedProgram) -> None:
         """Feed an exported program: code, signature, bounds, weights."""
         shapes_ = [str(n.meta.get("val")) for n in value.graph.nodes if n.op == "placeholder"]
-        self.add("program", str(value.graph), str(value.graph_signature), str(value.range_constraints), repr(shapes_))
+        self.add(
+            "program",
+            str(value.graph),
+            str(value.graph_signature),
+            str(value.range_constraints),
+            repr(shapes_),
+        )
         self.visit(dict(value.state_dict))
         self.visit({k: v for k, v in value.constants.items() if isinstance(v, torch.Tensor)})
 
@@ -243,7 +293,11 @@ class _Walk:
 
 def _slots(cls: type) -> tuple[str, ...]:
     slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(s for s in slots if s not in ("__dict__", "__weakref__"))
+    return (
+        (slots,)
+        if isinstance(slots, str)
+        else tuple(s for s in slots if s not in ("__dict__", "__weakref__"))
+    )
 
 
 @functools.cache
@@ -256,7 +310,9 @@ def _version(root: str) -> str | None:
         return sys.version
     file = getattr(module, "__file__", None) or ""
     version = getattr(module, "__version__", None)
-    return str(version) if version and ("site-packages" in file or "dist-packages" in file) else None
+    return (
+        str(version) if version and ("site-packages" in file or "dist-packages" in file) else None
+    )
 
 
 def _digest(dense: torch.Tensor) -> bytes:

@@ -86,14 +86,16 @@ class _Constants:
         tensor = self.tensors[name]
         key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
         if tensor.numel() == 0 or key not in self.made:
-            dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+            dense = (
+                tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+            )
             own = dense.cpu().clone(memory_format=torch.contiguous_format)
             self.made[key] = relax.const(tvm.runtime.from_dlpack(own))
         return self.made[key]
 
 
 def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols) -> Any:
-    name = node.target.__name__  # type: ignore[union-attr]
+    name = node.target.__name__
     try:
         if name in CONVERTERS:
             result = CONVERTERS[name](node, importer)
@@ -151,7 +153,9 @@ def _well_formed(mod: tvm.IRModule, params: Sequence[relax.Var], symbols: Symbol
     try:
         relax.analysis.well_formed(mod)
     except Exception as e:
-        raise CaptureError(f"the importer made a Relax module that is not well formed: {_first_line(e)}") from e
+        raise CaptureError(
+            f"the importer made a Relax module that is not well formed: {_first_line(e)}"
+        ) from e
     return mod
 
 
@@ -159,10 +163,15 @@ def _describe(node: fx.Node) -> str:
     parts = []
     for argument in node.args:
         value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-        parts.append(f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value))
+        parts.append(
+            f"{dtype_name(value.dtype)}{list(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else repr(value)
+        )
     return f"({', '.join(parts)})"
 
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]
+    text = lines[-1] if lines else type(error).__name__
+    return text if len(text) <= 300 else f"... {text[-300:]}"

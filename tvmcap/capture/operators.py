@@ -10,7 +10,12 @@ from torch import fx
 from torch._decomp import decomposition_table
 from torch.export import ExportedProgram
 
-from tvmcap.base.errors import CaptureError, DataDependentError, MutationError, UnsupportedOperatorError
+from tvmcap.base.errors import (
+    CaptureError,
+    DataDependentError,
+    MutationError,
+    UnsupportedOperatorError,
+)
 from tvmcap.capture import source
 
 _aten = torch.ops.aten
@@ -71,11 +76,17 @@ def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgr
     program = program.run_decompositions(table)
     for _ in range(4):
         missing = {n.target for n in calls(program.graph) if not is_known(n, known)}
-        extra: dict[Any, Any] = {t: decomposition_table[t] for t in missing if t in decomposition_table}
+        extra: dict[Any, Any] = {
+            t: decomposition_table[t] for t in missing if t in decomposition_table
+        }
         if not extra:
             break
         tried = program.run_decompositions(extra)
-        if any(operator_name(n).startswith("prims.") for n in calls(tried.graph) if not is_known(n, known)):
+        if any(
+            operator_name(n).startswith("prims.")
+            for n in calls(tried.graph)
+            if not is_known(n, known)
+        ):
             break  # the message names the operators the user wrote
         program = tried
     return program
@@ -88,7 +99,9 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_scalar(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return value is None or isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat | int | float | bool)
+    return value is None or isinstance(
+        value, torch.SymInt | torch.SymBool | torch.SymFloat | int | float | bool
+    )
 
 
 def is_known(node: fx.Node, known: Collection[str]) -> bool:
@@ -103,8 +116,10 @@ def is_known(node: fx.Node, known: Collection[str]) -> bool:
 
 def operator_name(node: fx.Node) -> str:
     """Name of a node's operator with its namespace, such as ``aten.gelu.default``."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else str(
-        getattr(node.target, "__name__", node.target)
+    return (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else str(getattr(node.target, "__name__", node.target))
     )
 
 
@@ -112,7 +127,9 @@ def check_supported(graph: fx.Graph, known: Collection[str]) -> None:
     """Raise UnsupportedOperatorError with every operator that has no lowering, its count and its source lines."""
     found: dict[str, list[str]] = {}
     for node in graph.nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and not _is_scalar(node) and not is_known(node, known)):
+        if node.op == "get_attr" or (
+            node.op == "call_function" and not _is_scalar(node) and not is_known(node, known)
+        ):
             name = str(node.target) if node.op == "get_attr" else operator_name(node)
             if node.op == "call_function":
                 found.setdefault(name, []).append(source.of_node(node))
@@ -121,7 +138,9 @@ def check_supported(graph: fx.Graph, known: Collection[str]) -> None:
     rows = []
     for name, lines in sorted(found.items()):
         places = list(dict.fromkeys(line for line in lines if line))
-        rows.append(f"  - {name} ({len(lines)}x)" + "".join(f"\n      {place}" for place in places[:4]))
+        rows.append(
+            f"  - {name} ({len(lines)}x)" + "".join(f"\n      {place}" for place in places[:4])
+        )
     custom = [n for n in found if not n.startswith(("aten.", "cond", "while_loop", "map"))]
     control = [n for n in found if n in ("cond", "while_loop", "map_impl", "scan")]
     advice = "write them with other operators, or keep that part outside the function"
@@ -133,7 +152,9 @@ def check_supported(graph: fx.Graph, known: Collection[str]) -> None:
     if control:
         advice += ". Control flow on tensor values: use torch.where, which computes both sides"
     raise UnsupportedOperatorError(
-        f"{len(found)} operator(s) of the graph have no lowering:\n" + "\n".join(rows) + f"\nWhat to do: {advice}"
+        f"{len(found)} operator(s) of the graph have no lowering:\n"
+        + "\n".join(rows)
+        + f"\nWhat to do: {advice}"
     )
 
 
@@ -149,12 +170,22 @@ def check_pure(program: ExportedProgram, names: Mapping[str, str]) -> None:
         if not node.target._schema.is_mutable:
             continue
         for position, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write or position >= len(node.args):
+            if (
+                argument.alias_info is None
+                or not argument.alias_info.is_write
+                or position >= len(node.args)
+            ):
                 continue
-            for target in node.args[position] if isinstance(node.args[position], list) else [node.args[position]]:
+            for target in (
+                node.args[position]
+                if isinstance(node.args[position], list)
+                else [node.args[position]]
+            ):
                 base = _base(target)
                 if base is not None and base.op == "placeholder":
-                    _refuse_mutation(names.get(base.name, base.name), operator_name(node), source.of_node(node))
+                    _refuse_mutation(
+                        names.get(base.name, base.name), operator_name(node), source.of_node(node)
+                    )
 
 
 def check_outputs(program: ExportedProgram) -> None:
@@ -189,7 +220,11 @@ def _base(node: Any) -> fx.Node | None:
             node = node.args[0]
             continue
         returns = node.target._schema.returns
-        composite_view = node.target.name() in ("aten::reshape", "aten::contiguous", "aten::flatten.using_ints")
+        composite_view = node.target.name() in (
+            "aten::reshape",
+            "aten::contiguous",
+            "aten::flatten.using_ints",
+        )
         if not (composite_view or (returns and returns[0].alias_info is not None)):
             return node
         node = node.args[0]
@@ -208,11 +243,15 @@ def _check_random(node: fx.Node) -> None:
     name, line = operator_name(node), source.of_node(node) or "an unknown line"
     assert isinstance(node.target, torch._ops.OpOverload)
     if "batch_norm" in name and _argument(node, 5, "training", False) is True:
-        raise CaptureError(f"batch norm runs in training mode at {line}; call model.eval() before building")
+        raise CaptureError(
+            f"batch norm runs in training mode at {line}; call model.eval() before building"
+        )
     if name in _RANDOM_UNLESS:
         if _RANDOM_UNLESS[name](node):
             return
-        raise CaptureError(f"dropout runs in training mode at {line}; call model.eval() before building")
+        raise CaptureError(
+            f"dropout runs in training mode at {line}; call model.eval() before building"
+        )
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         raise CaptureError(
             f"{name} draws random numbers at {line}; a library is a function of its inputs. Draw them outside and pass"

@@ -53,7 +53,7 @@ def widen(mod: tvm.IRModule) -> tvm.IRModule:
         return mod
     rewriter = _Widen(mod)
     main = rewriter.visit_expr(main)
-    mod = rewriter.builder_.get()
+    mod = rewriter.builder_.get().clone()  # the builder shares the caller's module
     mod["main"] = main
     return relax.transform.DeadCodeElimination(["main"])(mod)
 
@@ -63,7 +63,9 @@ def _is_half(ty: Any) -> bool:
 
 
 def _operator(value: Any) -> str:
-    return value.op.name if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else ""
+    return (
+        value.op.name if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else ""
+    )
 
 
 @dataclass
@@ -75,7 +77,7 @@ class _Node:
     returned: bool = False
 
 
-def _placement(bindings: Sequence[Any]) -> tuple[set[relax.Var], set[relax.Var]]:
+def _placement(bindings: Sequence[Any]) -> tuple[set[Any], set[Any]]:
     """Find the variables whose consumers land in the producer's kernel, and those that only an anchor keeps out."""
     index = {b.var: i for i, b in enumerate(bindings)}
     nodes = [_Node(_kind(b.value)) for b in bindings]
@@ -86,7 +88,8 @@ def _placement(bindings: Sequence[Any]) -> tuple[set[relax.Var], set[relax.Var]]
         nodes[i].returned = not isinstance(b.var, relax.DataflowVar)
     dominator = _post_dominators(nodes)
     group = _Groups([n.kind in ("product", "reducing") for n in nodes])
-    kept, apart = set(), set()
+    kept: set[Any] = set()
+    apart: set[Any] = set()
     for i, node in enumerate(nodes):
         if node.kind == "other" or dominator[i] is None or _is_rounding(bindings, index, i):
             continue
@@ -181,7 +184,9 @@ class _WideCalls:
         def wide(*tensors: Any, **options: Any) -> Any:
             return function(*(self._load(t) for t in tensors), **options)
 
-        kwargs.setdefault("primfunc_name_hint", getattr(function, "__name__", "kernel").removeprefix("_te_"))
+        kwargs.setdefault(
+            "primfunc_name_hint", getattr(function, "__name__", "kernel").removeprefix("_te_")
+        )
         return self.builder.call_te(wide, *args, **kwargs)
 
     @staticmethod
@@ -190,13 +195,13 @@ class _WideCalls:
 
 
 @relax.expr_functor.mutator
-class _Widen(relax.PyExprMutator):
+class _Widen(relax.PyExprMutator):  # type: ignore[misc]
     """Rewrites ``main``; ``wide`` maps a rewritten 16-bit variable to its float32 value."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
-        self.kept: set[relax.Var] = set()
-        self.apart: set[relax.Var] = set()
+        self.kept: set[Any] = set()
+        self.apart: set[Any] = set()
         self.wide: dict[relax.Var, relax.Var] = {}
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
@@ -207,15 +212,18 @@ class _Widen(relax.PyExprMutator):
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Widen one call, and store its result in 16 bits as well."""
         call, name = binding.value, _operator(binding.value)
-        halves = _is_half(binding.var.ty) or any(_is_half(getattr(a, "ty", None)) for a in getattr(call, "args", ()))
+        halves = _is_half(binding.var.ty) or any(
+            _is_half(getattr(a, "ty", None)) for a in getattr(call, "args", ())
+        )
         if not halves or (name not in _POINTWISE and name not in _REDUCING):
             super().visit_var_binding_(binding)
             return
         emit = self.builder_.emit
         if name == "relax.astype":
             wide = self._load(call.args[0])
-            if wide.ty.dtype.dtype != "float32" or not _is_half(binding.var.ty):
-                wide = emit(relax.op.astype(wide, binding.var.ty.dtype.dtype))
+            dtype = "float32" if _is_half(binding.var.ty) else str(binding.var.ty.dtype.dtype)
+            if str(wide.ty.dtype.dtype) != dtype:
+                wide = emit(relax.op.astype(wide, dtype))
         elif name in _REDUCING:
             wide = emit(self._legalized(call))
         elif any(isinstance(a, relax.Var) and a in self.apart for a in call.args):

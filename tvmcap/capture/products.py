@@ -14,6 +14,7 @@ from tvm import relax
 
 from tvmcap.capture.emitting import HALF, Converter, arguments_of, cast, dtype_of, emit, out_dtype
 
+
 def _product(importer: Any, a: relax.Expr, b: relax.Expr) -> Any:
     """``a @ b``, accumulated in float32 where the inputs have 16 bits; the result keeps its 32 bits."""
     wide = "float32" if dtype_of(a) in HALF else None
@@ -60,7 +61,9 @@ def _convolution(node: fx.Node, importer: Any) -> Any:
     y = cast(importer, y, out_dtype(node))
     if bias is None:
         return y
-    return emit(importer, relax.op.add(y, emit(importer, relax.op.reshape(bias, (1, -1, *[1] * rank)))))
+    return emit(
+        importer, relax.op.add(y, emit(importer, relax.op.reshape(bias, (1, -1, *[1] * rank))))
+    )
 
 
 def _attention(node: fx.Node, importer: Any) -> Any:
@@ -88,7 +91,9 @@ def _attention(node: fx.Node, importer: Any) -> Any:
 
 
 def _causal(importer: Any, rows: Any, columns: Any) -> Any:
-    row = emit(importer, relax.op.expand_dims(emit(importer, relax.op.arange(rows, dtype="int64")), 1))
+    row = emit(
+        importer, relax.op.expand_dims(emit(importer, relax.op.arange(rows, dtype="int64")), 1)
+    )
     column = emit(importer, relax.op.arange(columns, dtype="int64"))
     return emit(importer, relax.op.greater_equal(row, column))
 

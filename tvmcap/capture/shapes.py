@@ -36,7 +36,9 @@ class Free:
     where: Mapping[tuple[int, int], str]
 
 
-def resolve(dynamic: Mapping[Any, Mapping[int, str | Dim]] | None, names: Sequence[str], leaves: Leaves) -> Free:
+def resolve(
+    dynamic: Mapping[Any, Mapping[int, str | Dim]] | None, names: Sequence[str], leaves: Leaves
+) -> Free:
     """Find the tensors and axes that ``Config.dynamic`` speaks of.
 
     ``names`` are the arguments' names in order (an integer key counts into them). Raises ConfigError for an argument or
@@ -49,12 +51,20 @@ def resolve(dynamic: Mapping[Any, Mapping[int, str | Dim]] | None, names: Sequen
         leaf = _find(key, names, index)
         name, tensor = leaves[leaf]
         if not isinstance(axes, Mapping):
-            raise ConfigError(f"dynamic[{key!r}] is {axes!r}; give a dict of axis to name, such as {{0: 'B'}}")
+            raise ConfigError(
+                f"dynamic[{key!r}] is {axes!r}; give a dict of axis to name, such as {{0: 'B'}}"
+            )
         for axis, value in axes.items():
             dim = Dim(value) if isinstance(value, str) else value
             if not isinstance(dim, Dim):
-                raise ConfigError(f"dynamic[{key!r}][{axis!r}] is {value!r}; give a name or a tvmcap.Dim")
-            if isinstance(axis, bool) or not isinstance(axis, int) or not -tensor.ndim <= axis < tensor.ndim:
+                raise ConfigError(
+                    f"dynamic[{key!r}][{axis!r}] is {value!r}; give a name or a tvmcap.Dim"
+                )
+            if (
+                isinstance(axis, bool)
+                or not isinstance(axis, int)
+                or not -tensor.ndim <= axis < tensor.ndim
+            ):
                 raise ConfigError(
                     f"dynamic[{key!r}]: axis {axis!r} does not exist; {name} has shape {tuple(tensor.shape)}, so"
                     f" its axes are 0 to {tensor.ndim - 1}"
@@ -69,13 +79,17 @@ def resolve(dynamic: Mapping[Any, Mapping[int, str | Dim]] | None, names: Sequen
 def _find(key: object, names: Sequence[str], index: Mapping[str, int]) -> int:
     if isinstance(key, int) and not isinstance(key, bool):
         if not 0 <= key < len(names):
-            raise ConfigError(f"dynamic names argument {key}, but there are {len(names)}: {', '.join(names)}")
+            raise ConfigError(
+                f"dynamic names argument {key}, but there are {len(names)}: {', '.join(names)}"
+            )
         key = names[key]
     if key in index:
         return index[str(key)]
     parts = [name for name in index if name.startswith(f"{key}.")]
     if parts:
-        raise ConfigError(f"dynamic: argument {key!r} holds several tensors; name one of them: {', '.join(parts)}")
+        raise ConfigError(
+            f"dynamic: argument {key!r} holds several tensors; name one of them: {', '.join(parts)}"
+        )
     if key in names:
         raise ConfigError(f"dynamic: argument {key!r} is not a tensor")
     near = difflib.get_close_matches(str(key), index, n=1, cutoff=0.4)
@@ -89,9 +103,13 @@ def _merge(old: Dim | None, new: Dim, is_plain: bool) -> Dim:
     elif is_plain or old == new:
         merged = old
     else:
-        raise ConfigError(f"dynamic: {new.name!r} has two sets of bounds: {old} and {new}; give one")
+        raise ConfigError(
+            f"dynamic: {new.name!r} has two sets of bounds: {old} and {new}; give one"
+        )
     if merged.max is not None and merged.max < 2:
-        raise ConfigError(f"dynamic: {new.name!r} has max={merged.max}; a dynamic dimension admits at least 2")
+        raise ConfigError(
+            f"dynamic: {new.name!r} has max={merged.max}; a dynamic dimension admits at least 2"
+        )
     return merged
 
 
@@ -107,7 +125,9 @@ def _check_examples(free: Free, leaves: Leaves) -> None:
             )
         seen.setdefault(name, (size, label))
         if dim.max is not None and size > dim.max:
-            raise ConfigError(f"dynamic: {label} is {size} in the example, above the maximum {dim.max} of {name!r}")
+            raise ConfigError(
+                f"dynamic: {label} is {size} in the example, above the maximum {dim.max} of {name!r}"
+            )
 
 
 def example_sizes(free: Free, leaves: Leaves) -> dict[str, int]:
@@ -143,7 +163,10 @@ def resize(free: Free, leaves: Leaves, sizes: Mapping[str, int]) -> tuple[torch.
     """Return contiguous stand-ins of the chosen sizes that share no memory: torch.export merges inputs that do."""
     out = []
     for i, (_, tensor) in enumerate(leaves):
-        shape = [sizes[free.where[i, a]] if (i, a) in free.where else s for a, s in enumerate(tensor.shape)]
+        shape = [
+            sizes[free.where[i, a]] if (i, a) in free.where else s
+            for a, s in enumerate(tensor.shape)
+        ]
         out.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
     return tuple(out)
 
@@ -202,7 +225,9 @@ class Symbols:
         else:
             args = [self._fold(arg, out) for arg in expr.args]
         if kind not in _OPERATORS:
-            raise CaptureError(f"a size is {expr}, which the library cannot express; known: + - * // % min max")
+            raise CaptureError(
+                f"a size is {expr}, which the library cannot express; known: + - * // % min max"
+            )
         total = args[0]
         for arg in args[1:]:
             total = out.binary(_OPERATORS[kind], total, arg)
@@ -272,7 +297,9 @@ def explain_violation(text: str, names: Sequence[str]) -> str:
     facts = re.findall(r"^\s*- (.*)$", body.split("Suggested fixes:")[0], re.M)
     facts = [re.sub(r" If you're using mark_dynamic.*$", "", fact) for fact in facts]
     cures = []
-    for name, value in re.findall(r"^\s+(\w+) = (.+)$", body.partition("Suggested fixes:")[2], re.M):
+    for name, value in re.findall(
+        r"^\s+(\w+) = (.+)$", body.partition("Suggested fixes:")[2], re.M
+    ):
         if value.isdigit():
             cures.append(f"leave {name} out of dynamic (your code fixes it at {value})")
         elif value.isidentifier():
@@ -280,8 +307,11 @@ def explain_violation(text: str, names: Sequence[str]) -> str:
         elif value.startswith("Dim(") and not name.startswith("_"):
             cures.append(f"use {name} = tvmcap.{value}")
         elif not value.startswith("Dim("):
-            cures.append(f"{name} = {value} must hold: pass the tensor with that dimension split, or make it static")
+            cures.append(
+                f"{name} = {value} must hold: pass the tensor with that dimension split, or make it static"
+            )
     listed = "".join(f"\n  - {fact}" for fact in facts[:8]) or f"\n  {body.strip()[:500]}"
-    return f"the code does not hold for every size of the dynamic dimensions:{listed}\nWhat to do: " + (
-        "; ".join(cures) or "make the dimension static or change the code"
+    return (
+        f"the code does not hold for every size of the dynamic dimensions:{listed}\nWhat to do: "
+        + ("; ".join(cures) or "make the dimension static or change the code")
     )

@@ -20,7 +20,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
 
 def _is_user(filename: str) -> bool:
-    return not filename.startswith(_HIDDEN) and not filename.startswith("<") and "/contextlib.py" not in filename
+    return (
+        not filename.startswith(_HIDDEN)
+        and not filename.startswith("<")
+        and "/contextlib.py" not in filename
+    )
 
 
 def _line(filename: str, number: int) -> str:
@@ -30,7 +34,9 @@ def _line(filename: str, number: int) -> str:
 
 def of_node(node: fx.Node) -> str:
     """Return ``file:line: code`` of the user's innermost frame; else the layer of ``node``; else ``""``."""
-    frames = [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_user(frame[0])]
+    frames = [
+        frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_user(frame[0])
+    ]
     if frames:
         return _line(frames[-1][0], int(frames[-1][1]))
     layers = list((node.meta.get("nn_module_stack") or {}).values())
@@ -69,7 +75,7 @@ def recording() -> Iterator[None]:
     if before is None or not inherited:  # another torch: lines of plain functions stay unknown
         yield
         return
-    PythonKeyTracer._filter_traceback_frames = keep  # type: ignore[method-assign]
+    PythonKeyTracer._filter_traceback_frames = keep
     try:
         yield
     finally:

@@ -47,7 +47,9 @@ def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # builtins
         names = [f"arg{i}" for i in range(len(args))] + list(kwargs)
-        return Call(tuple(names), (*args, *kwargs.values()), (False,) * len(args) + (True,) * len(kwargs))
+        return Call(
+            tuple(names), (*args, *kwargs.values()), (False,) * len(args) + (True,) * len(kwargs)
+        )
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
@@ -67,8 +69,7 @@ def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
             rows += [(key, v, True) for key, v in bound.arguments.get(name, {}).items()]
         else:
             rows.append((name, value, parameter.kind is parameter.KEYWORD_ONLY))
-    names, values, keyword = zip(*rows, strict=True) if rows else ((), (), ())
-    return Call(names, values, keyword)
+    return Call(tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows))
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:

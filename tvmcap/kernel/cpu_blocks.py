@@ -16,6 +16,7 @@ Expr = Any
 
 #: Functions too dear to evaluate twice.
 COSTLY = ("tirx.exp", "tirx.tanh", "tirx.erf", "tirx.sigmoid", "tirx.log", "tirx.pow", "tirx.sin", "tirx.cos")
+GUARD = "prim.if_then_else"
 _COMBINERS = (tirx.Add, tirx.Mul, tirx.Max, tirx.Min)
 
 
@@ -128,7 +129,7 @@ def inline(blocks: Sequence[Block], params: Sequence[Any]) -> list[Block]:
 
 def _worth(block: Block, readers: list[Block]) -> bool:
     names = calls(block.value)
-    if "tirx.if_then_else" in names or (len(readers) > 1 and names & set(COSTLY)):
+    if GUARD in names or (len(readers) > 1 and names & set(COSTLY)):
         return False
     return all(_single_point(reader, block.buffer) for reader in readers)
 
@@ -136,7 +137,7 @@ def _worth(block: Block, readers: list[Block]) -> bool:
 def _single_point(reader: Block, buffer: Any) -> bool:
     """Whether the reader needs one element of the buffer a point, and evaluating it early is safe."""
     reads = [ld for ld in loads(reader.value) if ld.source.same_as(buffer)]
-    if len(reads) > 1 and "tirx.if_then_else" in calls(reader.value):
+    if len(reads) > 1 and GUARD in calls(reader.value):
         return False
     return all(ep.same_all(ld.indices, reads[0].indices) for ld in reads)
 

@@ -73,7 +73,8 @@ class _Rule:
         depth = min(depth, max(len(x.axes) for x in self.blocks) - 1) or depth
         while depth and not all(self._shares(x, out, depth) for x in self.blocks):
             depth -= 1
-        return depth if depth >= max(max(len(x.axes) for x in self.blocks) - 1, 1) else 0
+        rowwise = any(x.combine is not None and along_reduced(x, list(x.axes[depth:])) for x in self.blocks)
+        return depth if rowwise and depth >= max(max(len(x.axes) for x in self.blocks) - 1, 1) else 0
 
     def _shares(self, block: Block, out: Block, depth: int) -> bool:
         def own(load: Any) -> bool:
@@ -109,7 +110,7 @@ class _Rule:
         whole = {x.buffer: tirx.decl_buffer(x.extents, x.buffer.dtype, x.buffer.name) for x in self.inner}
 
         def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
-            return whole.get(buffer) or self.renamed[buffer], index
+            return whole[buffer] if buffer in whole else self.renamed[buffer], index
 
         stmts = [tirx.AllocBuffer(buffer) for buffer in whole.values()]
         skip: Block | None = None

@@ -7,11 +7,10 @@ largest errors of ours and of eager are compared over all draws.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -92,6 +91,7 @@ class Subject:
     eager_device: torch.device
     example: Sequence[torch.Tensor] | None
     keywords: tuple[str, ...] = ()
+    fixed: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(compiled: Any, reference: Callable[..., Any] | None) -> Subject:
@@ -197,29 +197,29 @@ class _NoReference(Exception):
 
 
 def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
-    leaves = draw(subject.signature, chosen, subject.example)
+    leaves = draw(subject.signature, chosen, subject.example, subject.fixed)
     home = [t.to(subject.eager_device) for t in leaves]
+    versions = [t._version for t in home]
     try:
         what = "PyTorch refuses these inputs"
-        result = run_eager(subject.call, (subject.eager, _fresh(home)), {})
+        result = run_eager(subject.call, (subject.eager, home), {})
         eager = [to_numpy(t) for t in flatten(subject.signature.out_tree, result)]
         what = "PyTorch cannot compute a higher-precision reference"
-        wide = subject.run_reference(_fresh(home), eager, chosen.sizes)
+        wide = subject.run_reference(home, eager, chosen.sizes)
     except TvmcapError:
         raise
     except Exception as e:
         raise _NoReference(f"{what}: {(str(e).splitlines() or [repr(e)])[0]}") from e
+    if versions != [t._version for t in home]:
+        raise VerifyError(
+            "the PyTorch code writes to its arguments; verify a function that does not"
+        )
     ours = subject.run_ours(leaves)
     specs = subject.signature.outputs
     return tuple(
         compare(o, r, e, name=s.name, dtype=s.dtype)
         for o, r, e, s in zip(ours, wide, eager, specs, strict=True)
     )
-
-
-def _fresh(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy, so that code that writes to its arguments does not change the others' inputs."""
-    return copy.deepcopy(leaves)
 
 
 def _worth_redrawing(outputs: Sequence[Comparison]) -> bool:

@@ -25,6 +25,7 @@ LARGE = {"float16": 8.0}
 LARGE_DEFAULT = 64.0
 KINDS = ("normal", "large", "zeros", "nonfinite")
 _DEFAULT_SIZE = 16
+_SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -105,18 +106,37 @@ def _fits(signature: Signature, sizes: Mapping[str, int]) -> bool:
 
 
 def draw(
-    signature: Signature, chosen: InputSet, example: Sequence[torch.Tensor] | None = None
+    signature: Signature,
+    chosen: InputSet,
+    example: Sequence[torch.Tensor] | None = None,
+    fixed: dict[tuple[str, int], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Draw the tensors of one set on the CPU, in the order of ``signature.inputs``."""
+    """Draw the tensors of one set on the CPU, in the order of ``signature.inputs``.
+
+    ``fixed`` keeps inputs without symbolic sizes, by kind and position, for the sets to come.
+    """
+    kept = {} if fixed is None else fixed
     tensors = []
     for i, spec in enumerate(signature.inputs):
+        at = (chosen.kind, i)
+        if at in kept:
+            tensors.append(kept[at])
+            continue
         gen = torch.Generator().manual_seed(
             chosen.seed * 1000 + i + zlib.crc32(chosen.kind.encode())
         )
         shape = [evaluate(s, chosen.sizes) for s in spec.shape]
-        like = example[i].detach().cpu() if example else None
+        like = None if not example else _sample(example[i])
         tensors.append(_draw_one(spec, shape, like, chosen.kind, gen))
+        if not any(isinstance(s, str) for s in spec.shape):
+            kept[at] = tensors[-1]
     return tensors
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Take evenly spaced elements of a large tensor: enough to know its range."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLE)].cpu()
 
 
 def _draw_one(

@@ -1,0 +1,82 @@
+"""Canonicalize folds constants, shares common subexpressions, drops dead code, and changes nothing else."""
+
+from __future__ import annotations
+
+import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+from tvmcap.graph.canonicalize import canonicalize
+
+TARGET = tvm.target.Target({"kind": "llvm"})
+
+
+@I.ir_module
+class Before:
+    @R.function
+    def main(x: R.Tensor(("B", 4), "float32")) -> R.Tensor(("B", 4), "float32"):
+        B = T.int64()
+        with R.dataflow():
+            c: R.Tensor((), "float32") = R.add(R.const(1.0, "float32"), R.const(2.0, "float32"))
+            p: R.Tensor((B, 4), "float32") = R.exp(x)
+            q: R.Tensor((B, 4), "float32") = R.exp(x)
+            dead: R.Tensor((B, 4), "float32") = R.sin(x)  # noqa: F841
+            alias: R.Tensor((B, 4), "float32") = p
+            s: R.Tensor((B, 4), "float32") = R.add(alias, q)
+            y: R.Tensor((B, 4), "float32") = R.multiply(s, c)
+            R.output(y)
+        return y
+
+
+@I.ir_module
+class After:
+    @R.function
+    def main(x: R.Tensor(("B", 4), "float32")) -> R.Tensor(("B", 4), "float32"):
+        B = T.int64()
+        with R.dataflow():
+            p: R.Tensor((B, 4), "float32") = R.exp(x)
+            s: R.Tensor((B, 4), "float32") = R.add(p, p)
+            y: R.Tensor((B, 4), "float32") = R.multiply(s, R.const(3.0, "float32"))
+            R.output(y)
+        return y
+
+
+@I.ir_module
+class NothingToDo:
+    """Alike but for one argument: what CSE must keep apart, and an argument nobody reads."""
+
+    @R.function
+    def main(
+        x: R.Tensor(("B", 4), "float32"), unused: R.Tensor((3,), "float32")
+    ) -> R.Tuple(R.Tensor(("B", 4), "float32"), R.Tensor(("B", 4), "float32")):
+        B = T.int64()
+        with R.dataflow():
+            p: R.Tensor((B, 4), "float32") = R.add(x, R.const(1.0, "float32"))
+            q: R.Tensor((B, 4), "float32") = R.add(x, R.const(2.0, "float32"))
+            out: R.Tensor((B, 4), "float32") = R.exp(q)
+            R.output(p, out)
+        return (p, out)
+
+
+def test_folds_shares_and_drops() -> None:
+    with TARGET:
+        tvm.ir.assert_structural_equal(canonicalize(Before), After)
+
+
+def test_leaves_alone() -> None:
+    with TARGET:
+        tvm.ir.assert_structural_equal(canonicalize(NothingToDo), NothingToDo)
+
+
+def test_is_idempotent() -> None:
+    with TARGET:
+        tvm.ir.assert_structural_equal(canonicalize(After), After)
+
+
+def test_keeps_attributes_of_main() -> None:
+    main = Before["main"].with_attr("tir_var_upper_bound", {"B": 64})
+    mod = tvm.IRModule({"main": main}, attrs={"note": 1})
+    with TARGET:
+        done = canonicalize(mod)
+    assert dict(done["main"].attrs["tir_var_upper_bound"]) == {"B": 64} and done.attrs["note"] == 1
