@@ -27,7 +27,9 @@ def seq(*stmts: Stmt | None) -> Stmt:
     return kept[0] if len(kept) == 1 else tirx.SeqStmt(kept)
 
 
-def loop(name: str, extent: Expr | int, body: Callable[[Expr], Stmt], kind: ForKind = ForKind.SERIAL) -> Stmt:
+def loop(
+    name: str, extent: Expr | int, body: Callable[[Expr], Stmt], kind: ForKind = ForKind.SERIAL
+) -> Stmt:
     """Return ``for name in range(extent): body(name)``."""
     extent = const(extent) if isinstance(extent, int) else extent
     if isinstance(extent, tirx.IntImm) and extent.value == 1 and kind == ForKind.SERIAL:
@@ -39,13 +41,17 @@ def loop(name: str, extent: Expr | int, body: Callable[[Expr], Stmt], kind: ForK
 def bound(name: str, value: Expr, body: Callable[[Expr], Stmt]) -> Stmt:
     """Return ``name = value`` followed by ``body(name)``; a constant is passed on as it is.
 
-    The value goes through a cell of memory, which LLVM turns back into a register: TVM's simplifier substitutes
-    bound variables by their values everywhere, and a kernel of some thousand index expressions then takes half a
-    minute to lower.
+    The value goes through a cell of memory, which LLVM turns back into a register: TVM's simplifier
+        substitutes
+    bound variables by their values everywhere, and a kernel of some thousand index expressions then
+    takes half a minute to lower.
     """
     if isinstance(value, tirx.IntImm):
         return body(value)
-    cell, var = tirx.decl_buffer((1,), "int64", f"{name}_cell", scope="local"), tirx.Var(name, "int64")
+    cell, var = (
+        tirx.decl_buffer((1,), "int64", f"{name}_cell", scope="local"),
+        tirx.Var(name, "int64"),
+    )
     return seq(
         tirx.AllocBuffer(cell),
         tirx.BufferStore(cell, value, [const(0)]),
@@ -73,11 +79,13 @@ def product(extents: Sequence[Any]) -> Expr:
 
 
 def aligned(params: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
-    """Return parameters that promise ``ALIGNMENT`` bytes only, and the map from each old buffer to its new one."""
+    """Return parameters that promise ``ALIGNMENT`` bytes only, and old buffers to new ones."""
     fresh, new = [], {}
     for param in params:
         if tirx.is_buffer_var(param):
-            new[param] = tirx.decl_buffer(param.shape, param.dtype, param.name, data_alignment=ALIGNMENT)
+            new[param] = tirx.decl_buffer(
+                param.shape, param.dtype, param.name, data_alignment=ALIGNMENT
+            )
         fresh.append(new.get(param, param))
     return fresh, new
 
@@ -85,7 +93,11 @@ def aligned(params: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
 def flat(buffer: Any) -> tuple[Any, Stmt]:
     """Return a one-dimensional view of a contiguous buffer and the statement that declares it."""
     view = tirx.decl_buffer(
-        (product(buffer.shape),), buffer.dtype, f"{buffer.name}_flat", data=None, data_alignment=ALIGNMENT
+        (product(buffer.shape),),
+        buffer.dtype,
+        f"{buffer.name}_flat",
+        data=None,
+        data_alignment=ALIGNMENT,
     )
     return view, tirx.DeclBuffer(view, data=buffer.data)
 
@@ -93,7 +105,8 @@ def flat(buffer: Any) -> tuple[Any, Stmt]:
 def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
     """Return a buffer of the running thread and its allocation.
 
-    It is used through a view: TVM's CompactBufferAllocation unites the regions of all accesses of what it can see
+    It is used through a view: TVM's CompactBufferAllocation unites the regions of all accesses of
+        what it can see
     allocated, which takes seconds for a kernel of a few hundred accesses.
     """
     size = const(size) if isinstance(size, int) else size
@@ -105,7 +118,10 @@ def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
 def scheduled(func: tirx.PrimFunc, params: list[Any], body: Stmt) -> tirx.PrimFunc:
     """Return ``func`` with another body, marked as scheduled.
 
-    The body stands in a root block because Relax passes (RewriteDataflowReshape) look for one in every PrimFunc.
+    The body stands in a root block because Relax passes (RewriteDataflowReshape) look for one in
+    every PrimFunc.
     """
     root = SBlockRealize([], tirx.IntImm("bool", True), SBlock([], [], [], "root", body))
-    return tirx.PrimFunc(params, root, func.ret_type, func.attrs).with_attr("tirx.is_scheduled", True)
+    return tirx.PrimFunc(params, root, func.ret_type, func.attrs).with_attr(
+        "tirx.is_scheduled", True
+    )

@@ -1,4 +1,4 @@
-"""The CPU GEMM as a template: what it matches, its space of knobs, its default, and features for the cost model."""
+"""The CPU GEMM as a template: its space of knobs, its default, and its features."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 
 from tvmcap.kernel.template import Template
-from tvmcap.schedules.cpu_lower import Knobs, lower
+from tvmcap.schedules.cpu_lower import lower
 from tvmcap.schedules.cpu_match import Gemm, match
 from tvmcap.schedules.cpu_target import pack_width, threads, vector_lanes, vector_registers
+from tvmcap.schedules.cpu_tile import Knobs
 
 
 def tiles(target: Any) -> list[tuple[int, int]]:
-    """Return the register tiles (rows, vectors) whose accumulators, one row of B and one of A fit the registers."""
+    """Return the register tiles (rows, vectors) that fit with one row of B and one of A."""
     regs, most = vector_registers(target), pack_width("float32", target) // vector_lanes(target)
     widths = [w for w in (1, 2, 4) if w <= most and most % w == 0 and w > 1]
     fitting = {w: (regs - w - 1) // w for w in widths}
-    return [(mr, w) for w, top in fitting.items() for mr in (top, top - 1, top - 2) if 2 <= mr <= 14]
+    return [
+        (mr, w) for w, top in fitting.items() for mr in (top, top - 1, top - 2) if 2 <= mr <= 14
+    ]
 
 
 def space(problem: Gemm, target: Any) -> list[Knobs]:
@@ -29,24 +32,32 @@ def space(problem: Gemm, target: Any) -> list[Knobs]:
     depths = [0, *(kc for kc in (512, 1024) if kc < k)]
     direct = (0, 1) if problem.layout == "kn" else (0,)
     points = itertools.product(tiles(target), (48, 192, 384), depths, (1, 4), "nm", direct)
-    found = [Knobs(mr, nv, mc // mr * mr, kc, unroll, order, d * mr) for (mr, nv), mc, kc, unroll, order, d in points]
+    found = [
+        Knobs(mr, nv, mc // mr * mr, kc, unroll, order, d * mr)
+        for (mr, nv), mc, kc, unroll, order, d in points
+    ]
     return list(dict.fromkeys(found))
 
 
 def default(problem: Gemm, target: Any) -> Knobs:
-    """Return the setting used without a record: the widest tile, all of K in registers up to 2048 steps."""
+    """Return the setting used without a record: the widest tile, K whole up to 2048."""
     mr, nv = max(tiles(target), key=lambda t: (t[1], t[0]))
     deep = isinstance(problem.k, int) and problem.k > 2048
-    return Knobs(mr, nv, 192 // mr * mr, 1024 if deep else 0, 4, "n", mr if problem.layout == "kn" else 0)
+    return Knobs(
+        mr, nv, 192 // mr * mr, 1024 if deep else 0, 4, "n", mr if problem.layout == "kn" else 0
+    )
 
 
 FEATURES = (
-    "log_rows", "log_n", "log_k", "log_batch", "packed", "bytes_b", "mr", "nv", "log_mc", "log_kc", "unroll",
-    "panels_outermost", "direct", "accumulators", "tile_efficiency", "tasks_a_thread", "panel_bytes", "b_passes", "intensity",
+    "log_rows", "log_n", "log_k", "log_batch", "packed", "bytes_b", "mr", "nv", "log_mc", "log_kc",
+    "unroll", "panels_outermost", "direct", "accumulators", "tile_efficiency", "tasks_a_thread",
+    "panel_bytes", "b_passes", "intensity",
 )  # fmt: skip
 
 
-def features(problem: Gemm, knobs: Sequence[Knobs], target: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+def features(
+    problem: Gemm, knobs: Sequence[Knobs], target: Any
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return one row a setting, columns as in ``FEATURES``; a symbolic extent counts as 64."""
     rows, n, k = (_number(e) for e in (problem.rows, problem.n, problem.k))
     batch = math.prod(_number(e) for e in problem.batch)
@@ -59,8 +70,9 @@ def features(problem: Gemm, knobs: Sequence[Knobs], target: Any) -> np.ndarray[A
         table.append(
             [
                 *(math.log2(max(x, 1)) for x in (rows, n, k, batch)),
-                problem.layout == "packed", bytes_b, c.mr, c.nv, math.log2(c.mc), math.log2(depth), c.unroll,
-                c.order == "n", c.direct, c.mr * c.nv, waste, batch * panels * blocks / threads(target),
+                problem.layout == "packed", bytes_b, c.mr, c.nv, math.log2(c.mc), math.log2(depth),
+                c.unroll, c.order == "n", c.direct, c.mr * c.nv, waste,
+                batch * panels * blocks / threads(target),
                 depth * c.nv * lanes * bytes_b, math.ceil(rows / c.mr), c.mr * c.nv / (c.mr + c.nv),
             ]
         )  # fmt: skip
@@ -81,5 +93,5 @@ TEMPLATE = Template(
     features=features,
     feature_names=FEATURES,
     variants=True,
-    modules=("tvmcap.schedules.cpu_build", "tvmcap.schedules.cpu_target"),
+    modules=tuple(f"tvmcap.schedules.cpu_{part}" for part in ("build", "target", "tile")),
 )

@@ -1,12 +1,12 @@
 """Loop nests of the CPU GEMM: a register tile of accumulators, panels of B, tasks over threads.
 
-The scheme is that of Goto and van de Geijn (2008) and BLIS: B lies in panels of NR columns, a tile of MR rows by NR
-columns stays in registers over the whole of K (or a block of it), and the finished tile goes through the epilogue.
+The scheme is that of Goto and van de Geijn (2008) and BLIS: B lies in panels of NR columns, a tile
+of MR rows by NR columns stays in registers over the whole of K (or a block of it), and the finished
+tile goes through the epilogue.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -15,33 +15,10 @@ from tvm.tirx.stmt import ForKind
 from tvmcap.schedules import cpu_build as b
 from tvmcap.schedules.cpu_match import Gemm
 from tvmcap.schedules.cpu_target import pack_width, threads, vector_lanes, vector_registers
+from tvmcap.schedules.cpu_tile import Knobs, Panel, Tiles, copy_columns, copy_rows, zero
 
 #: Multiply-adds below which a product runs on the calling thread: waking the others costs more.
 SERIAL_BELOW = 1 << 17
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """Choices of the CPU GEMM.
-
-    Attributes
-    ----------
-    mr: rows of a full register tile.
-    nv: vectors of a full register tile's row; a panel holds a multiple of it.
-    mc: most rows of one task.
-    kc: steps of K between two visits of the accumulators' memory; 0 for all of K.
-    unroll: steps of K a turn of the innermost loop.
-    order: "n" for panels outermost, "m" for blocks of rows outermost.
-    direct: at most so many rows read a row-major B in place; more pack its panels first.
-    """
-
-    mr: int
-    nv: int
-    mc: int
-    kc: int
-    unroll: int
-    order: str
-    direct: int
 
 
 def lower(func: tirx.PrimFunc, problem: Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
@@ -61,10 +38,14 @@ class _Nest:
         self.views: dict[Any, Any] = {}
         self.m, self.n, self.k = (_expr(e) for e in (problem.rows, problem.n, problem.k))
         self.panels, self.batch = b.ceildiv(self.n, self.nr), b.product(problem.batch)
-        self.blocks_k = 1 if not knobs.kc or _at_most(self.k, knobs.kc) else b.ceildiv(self.k, knobs.kc)
+        self.blocks_k = (
+            1 if not knobs.kc or _at_most(self.k, knobs.kc) else b.ceildiv(self.k, knobs.kc)
+        )
         self.kc = self.k if self.blocks_k == 1 else b.const(knobs.kc)
+        self.tiles: Tiles
 
-    # --- tasks -------------------------------------------------------------------------------------------
+    # --- tasks
+    # -------------------------------------------------------------------------------------------
 
     def body(self) -> Any:
         """Return the whole computation: views of the parameters, then tasks in parallel."""
@@ -74,20 +55,36 @@ class _Nest:
         for buffer in {x: None for x in (self.p.a, self.p.b, *whole, *fused.outputs)}:
             self.views[buffer], stmt = b.flat(self.renamed[buffer])
             declared.append(stmt)
+        self.tiles = Tiles(
+            self.knobs,
+            self.vl,
+            self.regs,
+            self.nr,
+            self.views[self.p.a],
+            self.k,
+            self.kc,
+            self.blocks_k == 1,
+        )
         limit = b.const(self.knobs.mc)
         blocks = b.ceildiv(self.m, self._rows_wanted(limit))
 
         def split(blocks: Any) -> Any:
             share = tirx.max(b.ceildiv(self.m, tirx.max(blocks, b.const(1))), b.const(1))
             rows = b.ceildiv(share, self.knobs.mr) * self.knobs.mr
-            return b.bound("mc", rows, lambda mc: b.bound("blocks", b.ceildiv(self.m, mc), lambda n: self.tasks(mc, n)))
+            return b.bound(
+                "mc",
+                rows,
+                lambda mc: b.bound("blocks", b.ceildiv(self.m, mc), lambda n: self.tasks(mc, n)),
+            )
 
         return b.seq(*declared, b.bound("wanted", blocks, split))
 
     def _rows_wanted(self, limit: Any) -> Any:
-        """Rows a task such that there are several tasks a thread, where the panels alone are too few."""
+        """Rows a task such that there are several tasks a thread."""
         columns = self.panels * self.batch
-        share = tirx.max(b.ceildiv(b.const(4 * self.threads), tirx.max(columns, b.const(1))), b.const(1))
+        share = tirx.max(
+            b.ceildiv(b.const(4 * self.threads), tirx.max(columns, b.const(1))), b.const(1)
+        )
         if isinstance(share, tirx.IntImm) and share.value == 1:
             return limit
         return tirx.max(tirx.min(limit, b.ceildiv(self.m, share)), b.const(1))
@@ -102,155 +99,99 @@ class _Nest:
             groups = self.panels if self.knobs.order == "n" else blocks
             batch, mid = tirx.truncdiv(outer, groups), tirx.truncmod(outer, groups)
             panel, block = (mid, last) if self.knobs.order == "n" else (last, mid)
-            return b.bound("batch", batch, lambda g: b.bound("panel", panel, lambda p: self.task(g, p, block * mc, mc)))
+            return b.bound(
+                "batch",
+                batch,
+                lambda g: b.bound("panel", panel, lambda p: self.task(g, p, block * mc, mc)),
+            )
 
         work = self.m * self.n * self.k * self.batch
         if isinstance(work, tirx.IntImm):
-            return b.loop("t", count, task, ForKind.SERIAL if work.value < SERIAL_BELOW else ForKind.PARALLEL)
+            return b.loop(
+                "t", count, task, ForKind.SERIAL if work.value < SERIAL_BELOW else ForKind.PARALLEL
+            )
         parallel = b.loop("t", count, task, ForKind.PARALLEL)
         if not _at_most(self.n * self.k, SERIAL_BELOW // 2):
             return parallel
         return tirx.IfThenElse(work < b.const(SERIAL_BELOW), b.loop("t", count, task), parallel)
 
     def task(self, batch: Any, panel: Any, start: Any, mc: Any) -> Any:
-        """Return one block of rows times one panel: K in blocks into a tile in memory, then the epilogue."""
+        """Return one block of rows times one panel, and its epilogue."""
         tile, allocated = b.scratch((self.knobs.mc + self.knobs.mr) * self.nr, "float32", "tile")
 
         def rows(row: Any, left: Any) -> Any:
             clear = None
             if self.blocks_k != 1:
-                clear = b.loop("z", left * (self.nr // self.vl), lambda z: self._zero(tile, z * self.vl))
-            multiply = b.loop("kb", self.blocks_k, lambda kb: self.source(batch, panel, row, left, kb * self.kc, tile))
+                clear = b.loop(
+                    "z", left * (self.nr // self.vl), lambda z: self._zero(tile, z * self.vl)
+                )
+            multiply = b.loop(
+                "kb",
+                self.blocks_k,
+                lambda kb: self.source(batch, panel, row, left, kb * self.kc, tile),
+            )
             return b.seq(allocated, clear, multiply, self.epilogue(batch, panel, row, left, tile))
 
         return b.bound(
-            "row", start, lambda row: b.bound("left", tirx.min(self.m - row, mc), lambda left: rows(row, left))
+            "row",
+            start,
+            lambda row: b.bound("left", tirx.min(self.m - row, mc), lambda left: rows(row, left)),
         )
 
-    # --- where B comes from ------------------------------------------------------------------------------
+    # --- where B comes from
+    # ------------------------------------------------------------------------------
 
     def source(self, batch: Any, panel: Any, row: Any, left: Any, k0: Any, tile: Any) -> Any:
-        """Return one block of K: B's panel as it lies, or copied into a buffer of the thread first."""
+        """Return one block of K: B's panel as it lies, or copied by the thread first."""
         steps = self.kc if self.blocks_k == 1 else tirx.min(self.kc, self.k - k0)
         view = self.views[self.p.b]
 
-        def multiply(load: Any, most: Any) -> Any:
-            return b.bound("kl", steps, lambda kl: self.rows(batch, row, left, k0, kl, load, tile, most))
+        def multiply(source: Panel, most: int) -> Any:
+            a0 = (batch * self.m + row) * self.k + k0
+            return b.bound(
+                "kl", steps, lambda kl: self.tiles.rows(source, a0, left, kl, tile, most)
+            )
 
         if self.p.layout == "packed":
-            return multiply((view, (panel * self.k + k0) * self.nr, b.const(self.nr)), None)
+            lies = Panel(view, (panel * self.k + k0) * self.nr, b.const(self.nr))
+            return multiply(lies, self.knobs.mr)
         packed, allocated = b.scratch(self.kc * self.nr, self.p.b.dtype, "panel")
         column = panel * self.nr
         copied = b.seq(
             allocated,
-            self.copy(batch, column, k0, steps, packed),
-            multiply((packed, b.const(0), b.const(self.nr)), None),
+            self._copy(batch, column, k0, steps, packed),
+            multiply(Panel(packed, b.const(0), b.const(self.nr)), self.knobs.mr),
         )
         if self.p.layout == "nk" or not self.knobs.direct:
             return copied
-        direct = multiply((view, (batch * self.k + k0) * self.n + column, self.n), self.knobs.direct)
+        lies = Panel(view, (batch * self.k + k0) * self.n + column, self.n)
+        direct = multiply(lies, min(self.knobs.direct, self.knobs.mr))
         fits = tirx.all(left <= b.const(self.knobs.direct), column + self.nr <= self.n)
         return tirx.IfThenElse(fits, direct, copied)
 
-    def copy(self, batch: Any, column: Any, k0: Any, steps: Any, packed: Any) -> Any:
-        """Return the packing of one panel; columns past N become zero."""
-        view = self.views[self.p.b]
+    def _copy(self, batch: Any, column: Any, k0: Any, steps: Any, packed: Any) -> Any:
+        view, vl, nr = self.views[self.p.b], self.vl, self.nr
         if self.p.layout == "kn":
-
-            def row(k: Any) -> Any:
-                base = (batch * self.k + k0 + k) * self.n + column
-                return b.seq(
-                    *(
-                        tirx.BufferStore(
-                            packed, self._load(view, base + v, self.vl), [b.lanes(k * self.nr + v, self.vl)]
-                        )
-                        for v in range(0, self.nr, self.vl)
-                    )
-                )
-
-            def element(k: Any, j: Any) -> Any:
-                return tirx.BufferLoad(view, [(batch * self.k + k0 + k) * self.n + column + j])
-
-            full = b.loop("k", steps, row)
-        else:
-
-            def element(k: Any, j: Any) -> Any:
-                return tirx.BufferLoad(view, [(batch * self.n + column + j) * self.k + k0 + k])
-
-            full = self._transpose(batch, column, k0, steps, packed)
-
-        def guarded(k: Any, j: Any) -> Any:
-            value = tirx.if_then_else(column + j < self.n, element(k, j), tirx.Cast(packed.dtype, _zero()))
-            return tirx.BufferStore(packed, value, [k * self.nr + j])
-
-        partial = b.loop("k", steps, lambda k: b.loop("j", self.nr, lambda j: guarded(k, j)))
-        return tirx.IfThenElse(column + self.nr <= self.n, full, partial)
-
-    def _transpose(self, batch: Any, column: Any, k0: Any, steps: Any, packed: Any) -> Any:
-        """Return the copy of NR rows of a [N, K] weight as NR columns."""
-        view = self.views[self.p.b]
-
-        def line(j: Any, k: Any) -> Any:
-            source = (batch * self.n + column + j) * self.k + k0 + k
-            return tirx.BufferStore(packed, tirx.BufferLoad(view, [source]), [k * self.nr + j])
-
-        return b.loop("k", steps, lambda k: b.loop("j", self.nr, lambda j: line(j, k)))
-
-    # --- the register tile -------------------------------------------------------------------------------
-
-    def rows(self, batch: Any, row: Any, left: Any, k0: Any, kl: Any, load: Any, tile: Any, most: Any) -> Any:
-        """Return the loop over full tiles of MR rows, and one tile of the rows that remain."""
-        mr = self.knobs.mr if most is None else min(self.knobs.mr, most)
-        full = b.loop("i", tirx.truncdiv(left, mr), lambda i: self.columns(batch, row, i * mr, mr, k0, kl, load, tile))
-        done, remain = tirx.truncdiv(left, mr) * mr, tirx.truncmod(left, mr)
-        rest = None
-        for r in range(1, mr):
-            part = self.columns(batch, row, done, r, k0, kl, load, tile)
-            rest = tirx.IfThenElse(tirx.EQ(remain, b.const(r)), part, rest)
-        return b.seq(full, rest)
-
-    def columns(self, batch: Any, row: Any, i: Any, r: int, k0: Any, kl: Any, load: Any, tile: Any) -> Any:
-        """Return ``r`` rows by the panel, as few register tiles wide as the registers allow."""
-        vectors = self.nr // self.vl
-        width = vectors if (r + 1) * vectors + 1 <= self.regs else self.knobs.nv
-        width = width if r < self.knobs.mr else self.knobs.nv
-        a0 = (batch * self.m + row + i) * self.k + k0
-
-        def tile_at(h: Any) -> Any:
-            shift = h * (width * self.vl)
-            return self.tile(r, width, a0, (load[0], load[1] + shift, load[2]), kl, tile, i * self.nr + shift)
-
-        return b.loop("h", vectors // width, tile_at)
-
-    def tile(self, r: int, width: int, a0: Any, load: Any, kl: Any, tile: Any, at: Any) -> Any:
-        """Return the branch-free kernel: ``r`` rows by ``width`` vectors of accumulators over ``kl`` steps of K."""
-        vl, (source, base, stride) = self.vl, load
-        acc = tirx.decl_buffer((r * width,), f"float32x{vl}", "acc", scope="local")
-        spots = [(i, v, b.const(i * width + v)) for i in range(r) for v in range(width)]
-        memory = {(i, v): b.lanes(at + (i * self.nr + v * vl), vl) for i, v, _ in spots}
-
-        def start(i: int, v: int) -> Any:
-            return tirx.Broadcast(_zero(), vl) if self.blocks_k == 1 else tirx.BufferLoad(tile, [memory[i, v]])
-
-        def step(k: Any) -> list[Any]:
-            bases = base + k * stride
-            row = [tirx.Broadcast(self._float(tirx.BufferLoad(self.views[self.p.a], [a0 + i * self.k + k])), vl)
-                   for i in range(r)]
-            right = [self._float(self._load(source, bases + v * vl, vl)) for v in range(width)]
-            return [tirx.BufferStore(acc, tirx.BufferLoad(acc, [s]) + row[i] * right[v], [s]) for i, v, s in spots]
-
-        unroll = self.knobs.unroll if _divides(self.knobs.unroll, self.k, self.kc) else 1
-        inner = b.loop(
-            "k", tirx.truncdiv(kl, unroll), lambda k: b.seq(*(s for u in range(unroll) for s in step(k * unroll + u)))
-        )
-        return b.seq(
-            tirx.AllocBuffer(acc),
-            *(tirx.BufferStore(acc, start(i, v), [s]) for i, v, s in spots),
-            inner,
-            *(tirx.BufferStore(tile, tirx.BufferLoad(acc, [s]), [memory[i, v]]) for i, v, s in spots),
+            return copy_rows(
+                view,
+                lambda k: (batch * self.k + k0 + k) * self.n + column,
+                steps,
+                self.n - column,
+                packed,
+                vl,
+                nr,
+            )
+        return copy_columns(
+            view,
+            lambda j: (batch * self.n + column + j) * self.k + k0,
+            steps,
+            self.n - column,
+            packed,
+            nr,
         )
 
-    # --- the epilogue ------------------------------------------------------------------------------------
+    # --- the epilogue
+    # ------------------------------------------------------------------------------------
 
     def epilogue(self, batch: Any, panel: Any, row: Any, left: Any, tile: Any) -> Any:
         """Return the stores of the finished rows, in vectors; columns past N are not stored."""
@@ -262,8 +203,14 @@ class _Nest:
 
         def fill(i: Any, at: Any) -> Any:
             def vector(v: Any) -> Any:
-                return b.loop("l", vl, lambda lane: self.store(at, column + v * vl + lane, tile, i * self.nr + v * vl + lane),
-                              ForKind.VECTORIZED)
+                return b.loop(
+                    "l",
+                    vl,
+                    lambda lane: self.store(
+                        at, column + v * vl + lane, tile, i * self.nr + v * vl + lane
+                    ),
+                    ForKind.VECTORIZED,
+                )
 
             def single(j: Any) -> Any:
                 return self.store(at, column + j, tile, i * self.nr + j)
@@ -291,14 +238,17 @@ class _Nest:
         spot = line * self.n + col
 
         def load(buffer: Any, where: list[Any]) -> Any:
-            if buffer in self.views and all(x is y or x.same_as(y) for x, y in zip(where, index, strict=True)):
+            if buffer in self.views and all(
+                x is y or x.same_as(y) for x, y in zip(where, index, strict=True)
+            ):
                 return tirx.BufferLoad(self.views[buffer], [spot])
             return tirx.BufferLoad(self.renamed[buffer], where)
 
         binds, values = fused.stores(value, index, load)
         return b.seq(*binds, *(tirx.BufferStore(self.views[out], x, [spot]) for out, x in values))
 
-    # --- small things ------------------------------------------------------------------------------------
+    # --- small things
+    # ------------------------------------------------------------------------------------
 
     def _is_whole(self, buffer: Any) -> bool:
         shape = self.p.fused.epilogue.anchor.shape
@@ -306,21 +256,8 @@ class _Nest:
             str(x) == str(y) for x, y in zip(buffer.shape, shape, strict=True)
         )
 
-    def _load(self, buffer: Any, start: Any, width: int) -> Any:
-        return tirx.BufferLoad(buffer, [b.lanes(start, width)])
-
-    def _float(self, value: Any) -> Any:
-        if str(value.ty.dtype if hasattr(value.ty, "dtype") else value.ty).startswith("float32"):
-            return value
-        lanes = f"x{self.vl}" if isinstance(value.indices[0], tirx.Ramp) else ""
-        return tirx.Cast(f"float32{lanes}", value)
-
     def _zero(self, buffer: Any, at: Any) -> Any:
-        return tirx.BufferStore(buffer, tirx.Broadcast(_zero(), self.vl), [b.lanes(at, self.vl)])
-
-
-def _zero() -> Any:
-    return tirx.FloatImm("float32", 0.0)
+        return tirx.BufferStore(buffer, tirx.Broadcast(zero(), self.vl), [b.lanes(at, self.vl)])
 
 
 def _expr(extent: Any) -> Any:
@@ -329,14 +266,6 @@ def _expr(extent: Any) -> Any:
 
 def _at_most(extent: Any, limit: int) -> bool:
     return isinstance(extent, tirx.IntImm) and extent.value <= limit
-
-
-def _divides(unroll: int, *extents: Any) -> bool:
-    return all(isinstance(e, tirx.IntImm) and e.value % unroll == 0 for e in extents)
-
-
-def _bytes(dtype: Any) -> int:
-    return 4 if str(dtype) == "float32" else 2
 
 
 def _unflatten(line: Any, extents: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which PrimFuncs are a matrix product for the CPU GEMM, and how to make one that reads a packed weight."""
+"""Which PrimFuncs are a product for the CPU GEMM, and one that reads a packed weight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Gemm:
     Attributes
     ----------
     a, b: parameters that hold the operands.
-    layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "kn" ``[batch, K, N]`` or "nk" ``[batch, N, K]``.
+    layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "kn" ``[batch, K, N]`` or "nk" ``[batch, N,
+        K]``.
     batch: extents of the leading dimensions that A and B share.
     row_dims: extents of A's further dimensions but the last; flattened they are the rows.
     n, k: extents of the columns and of the reduction.
@@ -50,11 +51,15 @@ class Gemm:
         return _plain(product(self.row_dims))
 
     def key(self) -> dict[str, Any]:
-        """Return plain JSON that identifies the workload apart from the sizes of symbolic dimensions."""
+        """Return plain JSON that identifies the workload but for symbolic sizes."""
         return {
             "op": "cpu_gemm",
             "layout": self.layout,
-            "dtypes": [str(self.a.dtype), str(self.b.dtype), str(self.fused.epilogue.outputs[0].dtype)],
+            "dtypes": [
+                str(self.a.dtype),
+                str(self.b.dtype),
+                str(self.fused.epilogue.outputs[0].dtype),
+            ],
             "batch": [_size(e) for e in self.batch],
             "rows": _size(self.rows),
             "n": _size(self.n),
@@ -73,7 +78,7 @@ class Gemm:
 
 
 def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
-    """Return the matrix product that ``func`` is, or None; the operands must be parameters as they are."""
+    """Return the matrix product that ``func`` is, or None; operands must be parameters."""
     if target.kind.name != "llvm":
         return None
     fused = ep.read(func)
@@ -95,15 +100,18 @@ def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
     return None
 
 
-def packed_matmul(x: te.Tensor, packed: te.Tensor, n: int, out_dtype: str | None = None) -> te.Tensor:
-    """Return the TE computation ``x @ w`` for a weight packed by ``pack``; emit with ``op_pattern=4``.
+def packed_matmul(
+    x: te.Tensor, packed: te.Tensor, n: int, out_dtype: str | None = None
+) -> te.Tensor:
+    """Return the TE of ``x @ w`` for a weight packed by ``pack``; emit with ``op_pattern=4``.
 
     Parameters
     ----------
     x: shape (..., K).
     packed: shape (ceil(n / NR), K, NR), of x's dtype.
     n: columns of the weight before packing.
-    out_dtype: dtype of the result; x's where None. The sum is kept in it here, in float32 in the kernel.
+    out_dtype: dtype of the result; x's where None. The sum is kept in it here, in float32 in the
+        kernel.
     """
     out = out_dtype or str(x.dtype)
     width = packed.shape[2]
@@ -120,20 +128,21 @@ def packed_matmul(x: te.Tensor, packed: te.Tensor, n: int, out_dtype: str | None
 
 
 def pack(weight: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Pack a weight of shape (K, N) as ``[ceil(N / width), K, width]``, the last panel padded with zeros."""
+    """Pack a (K, N) weight as ``[ceil(N / width), K, width]``, padded with zeros."""
     k, n = weight.shape
     padded = np.pad(weight, ((0, 0), (0, -n % width)))
     return np.ascontiguousarray(padded.reshape(k, -1, width).transpose(1, 0, 2))
 
 
 def evaluate(extent: Any, sizes: Mapping[str, int]) -> int:
-    """Return the value of an extent at the given sizes of the symbolic dimensions, by their names."""
+    """Return the value of an extent at the sizes of the symbolic dimensions, by name."""
     if isinstance(extent, int):
-        return extent
+        return int(extent)
     value = tvm_ffi.structural_map(
         extent, (tirx.Var, lambda v: tirx.IntImm("int64", sizes[v.name]) if v.name in sizes else v)
     )
-    return int(Analyzer().simplify(value))
+    result: int = int(Analyzer().simplify(value))
+    return result
 
 
 def _factors(block: Any) -> tuple[Any, Any] | None:
@@ -141,25 +150,37 @@ def _factors(block: Any) -> tuple[Any, Any] | None:
     store, init = block.body, block.init
     if not isinstance(store, tirx.BufferStore) or not isinstance(init, tirx.BufferStore):
         return None
-    if sum(v.iter_type == tirx.IterVar.CommReduce for v in block.iter_vars) != 1 or not _is_zero(init.value):
+    if sum(v.iter_type == tirx.IterVar.CommReduce for v in block.iter_vars) != 1 or not _is_zero(
+        init.value
+    ):
         return None
     value = store.value
     if not isinstance(value, tirx.Add):
         return None
     for old, term in ((value.a, value.b), (value.b, value.a)):
-        if isinstance(old, tvm.ir.TensorLoad) and old.source.same_as(store.buffer) and isinstance(term, tirx.Mul):
+        if (
+            isinstance(old, tvm.ir.TensorLoad)
+            and old.source.same_as(store.buffer)
+            and isinstance(term, tirx.Mul)
+        ):
             x, y = _uncast(term.a), _uncast(term.b)
-            if all(isinstance(f, tvm.ir.TensorLoad) and str(f.source.dtype) in _FLOATS for f in (x, y)):
+            if all(
+                isinstance(f, tvm.ir.TensorLoad) and str(f.source.dtype) in _FLOATS for f in (x, y)
+            ):
                 return x, y
     return None
 
 
 def _layout(a: Any, b: Any, spatial: Sequence[Any], k: Any, width: int) -> tuple[str, int] | None:
-    """Return B's layout and the number of batch dimensions, or None where the indices are not a product's."""
+    """Return B's layout and number of batch dimensions; None where this is no product."""
     *lead, n = spatial
     if not _equal(a.indices, [*lead, k]):
         return None
-    packed = [tirx.floordiv(n, tirx.IntImm("int64", width)), k, tirx.floormod(n, tirx.IntImm("int64", width))]
+    packed = [
+        tirx.floordiv(n, tirx.IntImm("int64", width)),
+        k,
+        tirx.floormod(n, tirx.IntImm("int64", width)),
+    ]
     if _equal(b.indices, packed) and int(b.source.shape[2]) == width:
         return "packed", 0
     for depth in range(len(lead) + 1):

@@ -11,7 +11,7 @@ _HAS_FEATURE = "target.llvm_cpu_has_feature"
 
 
 def vector_lanes(target: Any) -> int:
-    """Return the float32 lanes of a vector register: 16 for AVX-512, 8 for AVX2, 4 for NEON and plain x86-64."""
+    """Return the float32 lanes of a vector register: 16 (AVX-512), 8 (AVX2) or 4."""
     if _has("avx512f", target):
         return 16
     return 8 if _has("avx2", target) else 4
@@ -31,10 +31,10 @@ def threads(target: Any) -> int:
 def pack_width(dtype: str, target: Any) -> int:
     """Return NR, the columns of a packed panel ``[ceil(N / NR), K, NR]``.
 
-    It depends on the dtype and the target alone, so that every kernel of a library reads the same packed weight.
-    Four vectors of accumulators a row where there are 32 registers, two where there are 16 (Goto and van de Geijn,
-    "Anatomy of High-Performance Matrix Multiplication", 2008, section 6). 16-bit weights accumulate in float32 and
-    keep the same width.
+    It depends on the dtype and the target alone, so that every kernel of a library reads the same
+    packed weight. Four vectors of accumulators a row where there are 32 registers, two where there
+    are 16 (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008,
+    section 6). 16-bit weights accumulate in float32 and keep the same width.
     """
     del dtype
     return vector_lanes(target) * (4 if vector_registers(target) == 32 else 2)

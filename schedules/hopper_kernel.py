@@ -43,6 +43,11 @@ def outputs(gemm: Any, value: Any, at: list[Any]) -> list[tuple[Any, Any]]:
     return results
 
 
+def flatten(buffer: Any, size: Any) -> Any:
+    """Declare a one-dimensional view: LowerTIRx loses track of parameters stored to by their own indices."""
+    return T.decl_buffer((size,), str(buffer.dtype), data=buffer.data)
+
+
 def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     """Write the kernel over the buffers of the fused function; parameters are added by the caller."""
     A, B, C = gemm.a, gemm.b, gemm.fused.epilogue.outputs[0]
@@ -71,8 +76,13 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
 
     def scatter(value: Any, row: Any, col: Any) -> None:
         at = position(gemm, row, col)
-        for buffer, result in outputs(gemm, value, at):
-            T.buffer_store(buffer, result, at)
+        for flat, (_, result) in zip(views, outputs(gemm, value, at), strict=True):
+            T.buffer_store(flat, result, [T.Cast("int64", row) * N + col])
+
+    views: list[Any] = []
+
+    def declare_outputs() -> None:
+        views.extend(flatten(c, gemm.rows * N) for c in gemm.fused.epilogue.outputs)
 
     @T.prim_func(check_well_formed=False)
     def kernel():
@@ -87,6 +97,7 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
         if through_tma:
             T.call_packed("runtime.cuTensorMapEncodeTiled", C_map, out_dtype, 2, C.data, N, M, N * 2, 64, 64, 1, 1, 0, 3, 2, 0)
         T.device_entry()
+        declare_outputs()
         bx = T.cta_id([num_sm])
         tx = T.thread_id([384])
         pool = T.SMEMPool()

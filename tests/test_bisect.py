@@ -14,16 +14,16 @@ from tvmcap.bisect import bisect
 
 
 class Net(nn.Module):
-    """Three layers, so that the mistake is neither first nor last."""
+    """A chain in which the mistake is neither first nor last; no matmul, so it compiles quickly."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(24, 40), nn.Linear(40, 8)
+        self.scale, self.shift = nn.Parameter(torch.randn(24)), nn.Parameter(torch.randn(24))
 
     def forward(self, x):
-        hidden = torch.sigmoid(self.first(x))
+        hidden = torch.abs(x * self.scale + self.shift)
         scaled = torch.tanh(hidden * 3.0)
-        return self.last(scaled)
+        return torch.relu(scaled - 0.1) * self.scale
 
 
 @mutator

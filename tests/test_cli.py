@@ -68,6 +68,9 @@ def test_verify_passes_and_fails_by_exit_status(place, capsys):
     assert main(["verify", library, f"{place}/cli_program.py:other", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False and report["max_abs"] > 0
+    against = ["--against", f"{place}/cli_program.py:block", "--level", "full", "--sizes", "B=7"]
+    assert main(["verify", library, *against]) == 0
+    capsys.readouterr()
     assert main(["verify", library]) == 1
     assert "reference" in capsys.readouterr().err
 
@@ -86,6 +89,8 @@ def test_bench_of_a_program_from_the_cache_and_of_a_library(place, capsys):
 def test_inspect_report_cache_and_doctor(place, capsys):
     assert main(["inspect", str(place / "block.so")]) == 0
     assert "x: float32[B, 16]" in capsys.readouterr().out
+    assert main(["inspect", str(place / "block.so"), "--show", "kernels"]) == 0
+    assert capsys.readouterr().out.startswith("kernels and what schedules them")
     assert main(["report", str(place), "--target", "llvm", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["best"] == []
     assert main(["cache", "status", "--json"]) == 0

@@ -75,6 +75,7 @@ def test_trials_are_split_over_sizes_and_resumed(tmp_path: Path) -> None:
     assert spy.calls[0] == ("start", 8) and spy.calls[-1] == ("finish",)
     assert [c[3] for c in spy.calls if c[0] == "update"] == list(range(1, 9))
     assert str(tmp_path) in first.log and "8 trials" in str(first)
+    assert len(first.to_json()["tasks"]) == 3 and json.dumps(first.to_json())
     second = run(tmp_path, 100)
     assert second.stopped == "exhausted"
     assert first.trials + second.trials == 15

@@ -131,13 +131,16 @@ def _library_verbs(verbs: Any) -> None:
     run.add_argument("--save", metavar="FILE", help="write outputs to .npz, .npy or .safetensors")
     verify = _verb(verbs, "verify", "compare with a higher-precision reference", json=True)
     _program(verify, "PROGRAM or a library")
-    verify.add_argument("against", nargs="?", metavar="PROGRAM", help="PyTorch code of a library")
+    verify.add_argument("reference", nargs="?", metavar="PROGRAM", help="same as --against")
+    verify.add_argument("--against", metavar="PROGRAM", help="PyTorch code of a library")
     verify.add_argument("--level", choices=("quick", "full"), default="quick")
     verify.add_argument("--sizes", metavar="B=16", help="symbolic sizes, separated by commas")
     show = _verb(verbs, "inspect", "what a library was built from, and its kernels", json=True)
     _program(show, "PROGRAM or a library")
     show.add_argument(
-        "parts", nargs="*", help="manifest, passes, kernels, tir, tir:NAME, source, source:NAME"
+        "--show",
+        metavar="PART,...",
+        help="of manifest, passes, kernels, tir, tir:NAME, source, source:NAME",
     )
     report = _verb(verbs, "report", "what is in the tuning records", json=True)
     report.add_argument("folder", nargs="?", help="default: the user's and the shipped records")

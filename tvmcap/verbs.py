@@ -114,7 +114,8 @@ def bisect(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Describe a library."""
     lib, _ = _library(args, verify=False)
-    _write_json(lib.manifest.to_json()) if args.json else _write(lib.inspect(*args.parts))
+    parts = args.show.split(",") if args.show else ()
+    _write_json(lib.manifest.to_json()) if args.json else _write(lib.inspect(*parts))
     return EXIT_OK
 
 
@@ -193,7 +194,7 @@ def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
 
 def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
     """Load a library, or build the program; with the PyTorch code to compare with, if given."""
-    against = getattr(args, "against", None)
+    against = getattr(args, "against", None) or getattr(args, "reference", None)
     reference = None if against is None else load_program(against).fn
     if args.program.endswith(".so"):
         from tvmcap.compiled import load
@@ -228,8 +229,7 @@ def _show(args: argparse.Namespace, data: Any, table: Any) -> None:
     if args.json:
         _write_json(data)
     else:
-        console = Console()
-        console.print(table(), width=None if console.is_terminal else _WIDTH)
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table())
 
 
 def _write(text: str) -> None:

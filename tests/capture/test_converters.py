@@ -17,22 +17,26 @@ def together(operators):
     return lambda x: {name: fn(x) for name, fn in operators.items()}
 
 
+def of(name, prepare):
+    return lambda x: getattr(torch, name)(prepare(x))
+
+
 UNARY = {
     **{
         name: getattr(torch, name)
-        for name in "abs ceil floor round sign exp expm1 sin cos tan sinh cosh tanh atan asinh erf sigmoid"
-        " neg square relu trunc isnan".split()
+        for name in "abs ceil floor round sign exp expm1 sin cos tan sinh cosh tanh atan asinh erf"
+        " sigmoid neg square relu trunc isnan".split()
     },
     **{
         name: getattr(F, name)
-        for name in "elu celu selu softplus softsign mish hardswish hardsigmoid hardtanh relu6 leaky_relu"
-        " silu logsigmoid tanhshrink softshrink hardshrink gelu glu".split()
+        for name in "elu celu selu softplus softsign mish hardswish hardsigmoid hardtanh relu6"
+        " leaky_relu silu logsigmoid tanhshrink softshrink hardshrink gelu glu".split()
     },
     **{
-        name: lambda x, fn=getattr(torch, name): fn(x.abs() + 0.1)
+        name: of(name, lambda x: x.abs() + 0.1)
         for name in "log log2 log10 log1p sqrt rsqrt reciprocal".split()
     },
-    **{name: lambda x, fn=getattr(torch, name): fn(x / 8) for name in "asin acos atanh".split()},
+    **{name: of(name, lambda x: x / 8) for name in "asin acos atanh".split()},
     "elu_scaled": lambda x: F.elu(x, alpha=0.7),
     "celu_scaled": lambda x: F.celu(x, alpha=0.7),
     "threshold": lambda x: F.threshold(x, 0.1, 20.0),

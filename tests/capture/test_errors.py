@@ -179,7 +179,7 @@ def test_code_that_fixes_a_dimension(fn, words):
 
 
 def test_dimensions_that_must_be_equal():
-    with pytest.raises(CaptureError, match="use the name '[AB]' for [AB] too"):
+    with pytest.raises(CaptureError, match=r"use the name '[AB]' for [AB] too"):
         capture(lambda x, y: x + y, (X, X), config=Config(dynamic={"x": {0: "A"}, "y": {0: "B"}}))
 
 

@@ -205,7 +205,7 @@ def test_tied_weights_are_one_constant():
     tables = []
 
     def visit(e):
-        if isinstance(e, tvm.ir.GenericConst) and tuple(e.data.shape) == (20, 16):
+        if isinstance(e, tvm.ir.GenericConst) and tuple(e.value.shape) == (20, 16):
             tables.append(e)
 
     relax.analysis.post_order_visit(captured.mod["main"], visit)

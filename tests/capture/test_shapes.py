@@ -30,7 +30,11 @@ def test_shared_and_nested_names():
         return batch["x"] * batch["mask"] + items[0]
 
     args = ({"x": torch.randn(1, 8), "mask": torch.randn(1, 1)}, [torch.randn(1, 8)])
-    dynamic = {"batch.x": {0: "B"}, "batch.mask": {0: Dim("B", max=64)}, "items.0": {-2: "B"}}
+    dynamic = {
+        "batch.x": {0: "B"},
+        "batch.mask": {0: Dim("B", min=1, max=64)},
+        "items.0": {-2: "B"},
+    }
     captured = capture(fn, args, config=Config(dynamic=dynamic))
     assert captured.signature.dims == (DimSpec("B", 1, 64),)
     attrs = captured.mod["main"].attrs

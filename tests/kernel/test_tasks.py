@@ -6,6 +6,7 @@ import fake_template as fake
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 
 from tvmcap.kernel import tasks
@@ -42,6 +43,25 @@ def test_template_key_covers_static_and_symbolic_rows() -> None:
 def test_equal_kernels_are_one_task_with_a_count() -> None:
     (task,) = extract(fake.module(k=32, n=32, calls=3))
     assert task.count == 3
+
+
+def test_equal_problems_of_other_rows_are_tasks_of_one_key() -> None:
+    a, b = fake.module(rows=16), fake.module(rows=32)
+    mod = tvm.IRModule({})
+    for prefix, part in (("a", a), ("b", b)):
+        kernel = tvm.ir.GlobalVar(f"{prefix}_matmul")
+        mod[kernel] = part["matmul"]
+        renamed = tvm_ffi.structural_map(
+            part["main"],
+            (tvm.ir.GlobalVar, lambda g, to=kernel: to if g.name_hint == "matmul" else g),
+        )
+        mod[prefix] = renamed.with_attr("global_symbol", prefix)
+    found = extract(mod, fake.find)
+    assert [t.record_sizes({}) for t in found] in (
+        [{"rows": 16}, {"rows": 32}],
+        [{"rows": 32}, {"rows": 16}],
+    )
+    assert found[0].key == found[1].key
 
 
 def test_sizes_keep_to_the_bounds() -> None:

@@ -1,4 +1,4 @@
-"""The CPU GEMM computes what the PrimFunc it replaces computes: every layout, dtype, tail and symbolic size."""
+"""The CPU GEMM computes what the PrimFunc it replaces does: layouts, dtypes, tails."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ FUSE = (
 
 
 def fused(inputs, build, target=TARGET):
-    """Return the one PrimFunc that FuseTIR makes of ``build(block_builder, *vars)``; inputs are (shape, dtype)."""
+    """Return the one PrimFunc made of ``build(block_builder, *vars)``."""
     bb = relax.BlockBuilder()
-    args = [relax.Var(f"x{i}", relax.TensorType(shape, dtype)) for i, (shape, dtype) in enumerate(inputs)]
+    args = [
+        relax.Var(f"x{i}", relax.TensorType(shape, dtype))
+        for i, (shape, dtype) in enumerate(inputs)
+    ]
     with bb.function("main", args):
         with bb.dataflow():
             out = bb.emit_output(build(bb, *args))
@@ -55,7 +58,9 @@ def lower(func, target=TARGET, **knobs):
 
 def compiled(func, target=TARGET):
     """Compile for this machine."""
-    return tvm.compile(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target)["main"]
+    return tvm.compile(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target)[
+        "main"
+    ]
 
 
 def misaligned(array):
@@ -74,7 +79,7 @@ def random(*shape, seed=0):
 
 
 def run(kernel, arrays, shape, dtype="float32", sizes=()):
-    """Run on misaligned copies, with the extra size arguments a PrimFunc may take before its output."""
+    """Run on misaligned copies, sizes before the output."""
     out = misaligned(np.full(shape, np.nan, dtype))
     kernel(*(misaligned(a) for a in arrays), *sizes, out)
     return out.numpy()
@@ -94,7 +99,9 @@ def packed_block(n, k, lead=(), dtype="float32"):
         y = bb.emit(bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4}))
         return bb.emit(relax.op.nn.gelu_tanh(bb.emit(relax.op.add(y, b))))
 
-    return fused([((rows, *lead, k), dtype), ((-(-n // width), k, width), dtype), ((n,), dtype)], build)
+    return fused(
+        [((rows, *lead, k), dtype), ((-(-n // width), k, width), dtype), ((n,), dtype)], build
+    )
 
 
 @pytest.mark.parametrize("knobs", [{}, {"kc": 32, "mc": 12}, {"order": "m", "unroll": 1, "mc": 24}])
@@ -107,7 +114,9 @@ def test_packed_any_rows(n, knobs):
     bp = pack(w, pack_width("float32", TARGET))
     for rows in (0, 1, 2, 5, 6, 7, 12, 13, 64, 129, 400):
         x = random(rows, k)
-        np.testing.assert_allclose(run(kernel, [x, bp, b], (rows, n)), gelu(x @ w + b), atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            run(kernel, [x, bp, b], (rows, n)), gelu(x @ w + b), atol=2e-5, rtol=1e-5
+        )
 
 
 def test_every_tile_of_the_space():
@@ -116,7 +125,10 @@ def test_every_tile_of_the_space():
     problem = cpu_gemm.match(func, TARGET)
     points = cpu_gemm.space(problem, TARGET)
     assert 30 <= len(points) <= 300 and cpu_gemm.default(problem, TARGET) in points
-    picks = {(c.mr, c.nv): c for c in np.random.default_rng(3).permutation(np.array(points, dtype=object))}
+    picks = {
+        (c.mr, c.nv): c
+        for c in np.random.default_rng(3).permutation(np.array(points, dtype=object))
+    }
     w, b, x = random(2064, 96), random(96), random(31, 2064)
     for knobs in picks.values():
         kernel = compiled(lower(func, **dataclasses.asdict(knobs)))
@@ -135,22 +147,34 @@ def test_other_vector_widths(mcpu):
         return bb.emit(bb.call_te(packed_matmul, x, w, 40, primfunc_attrs={"op_pattern": 4}))
 
     func = fused([((9, 24), "float32"), ((-(-40 // width), 24, width), "float32")], build, target)
-    exe = tvm.compile(tvm.IRModule({"main": lower(func, target).with_attr("global_symbol", "main")}), target)
-    if all(tvm.get_global_func("target.llvm_cpu_has_feature")(f, TARGET) for f in ("avx2", "avx512f")):
+    exe = tvm.compile(
+        tvm.IRModule({"main": lower(func, target).with_attr("global_symbol", "main")}), target
+    )
+    if all(
+        tvm.get_global_func("target.llvm_cpu_has_feature")(f, TARGET) for f in ("avx2", "avx512f")
+    ):
         x, w = random(9, 24), random(24, 40)
-        np.testing.assert_allclose(run(exe["main"], [x, pack(w, width)], (9, 40)), x @ w, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            run(exe["main"], [x, pack(w, width)], (9, 40)), x @ w, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_aarch64_compiles():
     """A kernel for another architecture is made without running it."""
-    target = tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"], "num-cores": 4})
+    target = tvm.target.Target(
+        {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"], "num-cores": 4}
+    )
     assert pack_width("float32", target) == 16
     func = fused(
         [((9, 24), "float32"), ((3, 24, 16), "float32")],
-        lambda bb, x, w: bb.emit(bb.call_te(packed_matmul, x, w, 40, primfunc_attrs={"op_pattern": 4})),
+        lambda bb, x, w: bb.emit(
+            bb.call_te(packed_matmul, x, w, 40, primfunc_attrs={"op_pattern": 4})
+        ),
         target,
     )
-    exe = tvm.compile(tvm.IRModule({"main": lower(func, target).with_attr("global_symbol", "main")}), target)
+    exe = tvm.compile(
+        tvm.IRModule({"main": lower(func, target).with_attr("global_symbol", "main")}), target
+    )
     assert "fmla" in exe.mod.inspect_source("asm")
 
 
@@ -162,7 +186,10 @@ def test_row_major_argument(n, direct):
     func = fused(
         [((rows, k), "float32"), ((k, n), "float32"), ((n,), "float32"), ((rows, n), "float32")],
         lambda bb, x, w, b, r: bb.emit(
-            relax.op.add(bb.emit(relax.op.nn.relu(bb.emit(relax.op.add(bb.emit(relax.op.matmul(x, w)), b)))), r)
+            relax.op.add(
+                bb.emit(relax.op.nn.relu(bb.emit(relax.op.add(bb.emit(relax.op.matmul(x, w)), b)))),
+                r,
+            )
         ),
     )
     kernel = compiled(lower(func, direct=direct))
@@ -178,7 +205,9 @@ def linear(bb, x, w):
 
     def compute(x, w):
         k = te.reduce_axis((0, w.shape[1]), name="k")
-        return te.compute((*x.shape[:-1], w.shape[0]), lambda *i: te.sum(x(*i[:-1], k) * w(i[-1], k), axis=k))
+        return te.compute(
+            (*x.shape[:-1], w.shape[0]), lambda *i: te.sum(x(*i[:-1], k) * w(i[-1], k), axis=k)
+        )
 
     return bb.emit(bb.call_te(compute, x, w, primfunc_attrs={"op_pattern": 4}))
 
@@ -188,17 +217,20 @@ def test_linear_argument(n):
     """A weight kept as [N, K] is transposed panel by panel."""
     rows, k = tirx.Var("B", "int64"), 50
     func = fused(
-        [((rows, k), "float32"), ((n, k), "float32")], lambda bb, x, w: bb.emit(relax.op.tanh(linear(bb, x, w)))
+        [((rows, k), "float32"), ((n, k), "float32")],
+        lambda bb, x, w: bb.emit(relax.op.tanh(linear(bb, x, w))),
     )
     kernel = compiled(lower(func))
     w = random(n, k)
     for m in (1, 5, 33):
         x = random(m, k)
-        np.testing.assert_allclose(run(kernel, [x, w], (m, n)), np.tanh(x @ w.T), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            run(kernel, [x, w], (m, n)), np.tanh(x @ w.T), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_batched_with_symbolic_everything():
-    """Attention's products: leading dimensions on both sides, sizes of rows, columns and reduction symbolic."""
+    """Attention's products: leading dimensions on both sides, all sizes symbolic."""
     batch, t = tirx.Var("B", "int64"), tirx.Var("T", "int64")
     func = fused(
         [((batch, 3, t, t), "float32"), ((batch, 3, t, 20), "float32")],
@@ -209,14 +241,21 @@ def test_batched_with_symbolic_everything():
     kernel = compiled(lower(func))
     for b, size in ((1, 1), (2, 9), (3, 70)):
         p, v = random(b, 3, size, size), random(b, 3, size, 20)
-        np.testing.assert_allclose(run(kernel, [p, v], (b, 3, size, 20)), p @ v, atol=1e-4, rtol=1e-5)
+        np.testing.assert_allclose(
+            run(kernel, [p, v], (b, 3, size, 20)), p @ v, atol=1e-4, rtol=1e-5
+        )
 
 
 def test_leading_dimensions_are_rows():
-    """(B, T, K) @ (K, N): rows are B * T; a mask over (T, N) and a residual see their own indices."""
+    """Rows are B * T; a mask over (T, N) and a residual see their own indices."""
     batch, t, k, n = tirx.Var("B", "int64"), 5, 24, 70
     func = fused(
-        [((batch, t, k), "float32"), ((k, n), "float32"), ((t, n), "float32"), ((batch, t, n), "float32")],
+        [
+            ((batch, t, k), "float32"),
+            ((k, n), "float32"),
+            ((t, n), "float32"),
+            ((batch, t, n), "float32"),
+        ],
         lambda bb, x, w, m, r: bb.emit(
             relax.op.add(bb.emit(relax.op.multiply(bb.emit(relax.op.matmul(x, w)), m)), r)
         ),
@@ -224,7 +263,9 @@ def test_leading_dimensions_are_rows():
     kernel = compiled(lower(func))
     for b in (1, 3):
         x, w, m, r = random(b, t, k), random(k, n), random(t, n), random(b, t, n)
-        np.testing.assert_allclose(run(kernel, [x, w, m, r], (b, t, n)), x @ w * m + r, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            run(kernel, [x, w, m, r], (b, t, n)), x @ w * m + r, atol=1e-5, rtol=1e-5
+        )
 
 
 @T.prim_func(private=True, s_tir=True)
@@ -257,14 +298,16 @@ def test_several_outputs():
 
 
 def test_half_precision_accumulates_in_float32():
-    """float16 operands: the error is that of one rounding of the result, not of a sum in float16."""
+    """The error is that of one rounding of the result, not of a sum in float16."""
     n, k = 70, 512
     width = pack_width("float16", TARGET)
     rows = tirx.Var("B", "int64")
     func = fused(
         [((rows, k), "float16"), ((-(-n // width), k, width), "float16"), ((n,), "float16")],
         lambda bb, x, w, b: bb.emit(
-            relax.op.add(bb.emit(bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4})), b)
+            relax.op.add(
+                bb.emit(bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4})), b
+            )
         ),
     )
     kernel = compiled(lower(func))
@@ -284,22 +327,31 @@ def test_bfloat16():
     width = pack_width("bfloat16", TARGET)
     func = fused(
         [((9, k), "bfloat16"), ((-(-n // width), k, width), "bfloat16")],
-        lambda bb, x, w: bb.emit(bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4})),
+        lambda bb, x, w: bb.emit(
+            bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4})
+        ),
     )
     x, w = torch.from_numpy(random(9, k)).bfloat16(), torch.from_numpy(random(k, n)).bfloat16()
     bits = pack(w.view(torch.int16).numpy(), width)
     out = torch.empty(9, n, dtype=torch.bfloat16)
     args = [x, torch.from_numpy(bits).view(torch.bfloat16), out]
     compiled(lower(func))(*(tvm_ffi.from_dlpack(a) for a in args))
-    torch.testing.assert_close(out.float(), x.float() @ w.float(), atol=0.1, rtol=1e-2)
+    want = torch.nn.functional.silu(x.float() @ w.float())
+    torch.testing.assert_close(out.float(), want, atol=0.1, rtol=1e-2)
 
 
 def test_accumulators_stay_in_registers():
     """The innermost loop of a full tile has no access to the stack."""
-    exe = tvm.compile(tvm.IRModule({"main": lower(packed_block(128, 64)).with_attr("global_symbol", "main")}), TARGET)
+    exe = tvm.compile(
+        tvm.IRModule({"main": lower(packed_block(128, 64)).with_attr("global_symbol", "main")}),
+        TARGET,
+    )
     lines = exe.mod.inspect_source("asm").splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith(".LBB")]
-    loops = [list(itertools.takewhile(lambda x: not x.lstrip().startswith("j"), lines[i:])) for i in starts]
+    loops = [
+        list(itertools.takewhile(lambda x: not x.lstrip().startswith("j"), lines[i:]))
+        for i in starts
+    ]
     tile = max(loops, key=lambda body: sum("vfmadd" in line for line in body))
     assert sum("vfmadd" in line for line in tile) >= 24
     assert not any("mm" in line and "%rsp" in line for line in tile)
@@ -313,14 +365,17 @@ def test_other_reductions_do_not_match():
 
 
 def test_key_features_and_hash():
-    """What records hold: JSON that tells problems apart, one row of features a setting, a hash of the source."""
+    """JSON tells problems apart; one row of features a setting; a hash of the source."""
     problem, other = (cpu_gemm.match(packed_block(n, 64), TARGET) for n in (64, 128))
     assert problem.key() != other.key() and problem.key()["rows"] == "*"
     assert problem.flops({"B": 3}) == 2 * 3 * 64 * 64
     assert problem.bytes({"B": 3}) == 4 * (3 * 64 + 64 * 64 + 64 + 3 * 64)
     points = cpu_gemm.space(problem, TARGET)
     table = cpu_gemm.features(problem, points, TARGET)
-    assert table.shape == (len(points), len(cpu_gemm.TEMPLATE.feature_names)) and np.isfinite(table).all()
+    assert (
+        table.shape == (len(points), len(cpu_gemm.TEMPLATE.feature_names))
+        and np.isfinite(table).all()
+    )
     template = cpu_gemm.TEMPLATE
     assert all(template.knobs_from_json(template.knobs_to_json(c)) == c for c in points)
     assert len(source_hash(template)) == 64

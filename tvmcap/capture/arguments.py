@@ -1,4 +1,4 @@
-"""Which arguments of a call stay free, which are frozen, and what an exported program says about its own."""
+"""Arguments of a call: which stay free, which are frozen, what an exported program says."""
 
 from __future__ import annotations
 
@@ -65,18 +65,15 @@ class BoundCall:
         return self.invoke([given.get(name, examples[name]) for name in self.names])
 
     def examples(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the free example values as positional and keyword arguments, every tensor a torch tensor."""
-        rows = [
-            (self.call.names[i], to_torch(self.call.values[i]), self.call.keyword[i])
-            for i in self.kept
-        ]
+        """Return the free example values, positional and by keyword, as torch tensors."""
+        rows = [(self.call.names[i], self.call.values[i], self.call.keyword[i]) for i in self.kept]
         return tuple(v for _, v, k in rows if not k), {n: v for n, v, k in rows if k}
 
 
-def to_torch(value: Any) -> Any:
+def to_torch(value: Any, name: str) -> Any:
     """Copy the structure of ``value`` with numpy and DLPack tensors seen as torch tensors."""
     leaves: list[tuple[str, torch.Tensor]] = []
-    describe(value, "argument", leaves)
+    describe(value, name, leaves)
     rest = iter([tensor for _, tensor in leaves])
     return replace_tensors(value, lambda: next(rest))
 
@@ -84,10 +81,14 @@ def to_torch(value: Any) -> Any:
 def freeze(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], constants: Sequence[str]
 ) -> BoundCall:
-    """Bind the example arguments and take out those that ``constants`` names; an unknown name is a ConfigError."""
+    """Bind the example arguments and take out those that ``constants`` names.
+
+    An unknown name is a ConfigError.
+    """
     if not callable(fn):
         raise CaptureError(
-            f"got a {type(fn).__name__}; give a function, an nn.Module, an ExportedProgram or a .pt2 path"
+            f"got a {type(fn).__name__}; give a function, an nn.Module, an ExportedProgram or a"
+            " .pt2 path"
         )
     call = bind(fn, args, kwargs)
     for name in constants:
@@ -99,9 +100,7 @@ def freeze(
                 else f"the arguments are: {', '.join(call.names)}"
             )
             raise ConfigError(f"constants: no argument {name!r}; {hint}")
-    values = tuple(
-        to_torch(v) if n in constants else v for n, v in zip(call.names, call.values, strict=True)
-    )
+    values = tuple(to_torch(v, n) for n, v in zip(call.names, call.values, strict=True))
     kept = tuple(i for i, name in enumerate(call.names) if name not in constants)
     return BoundCall(fn, Call(call.names, values, call.keyword), kept)
 
@@ -112,7 +111,7 @@ def program_dims(
     kwargs: Mapping[str, Any],
     dynamic: Mapping[Any, Mapping[int, str | Dim]] | None,
 ) -> dict[str, dict[int, Dim]]:
-    """Read the dynamic dimensions of an exported program; ``dynamic`` may name them and give bounds.
+    """Read an exported program's dynamic dimensions; ``dynamic`` may name and bound them.
 
     Raises CaptureError for a dimension that the program fixed or made depend on others.
     """
@@ -145,7 +144,8 @@ def program_dims(
                 out.setdefault(name, {})[axis] = dim
             elif label:
                 raise CaptureError(
-                    f"{name}.shape[{axis}] is fixed at {size} in the exported program, so it cannot be {label!r}; export"
+                    f"{name}.shape[{axis}] is fixed at {size} in the exported program, so it"
+                    f" cannot be {label!r}; export"
                     " it again with dynamic_shapes, or give the function itself"
                 )
     return out

@@ -1,4 +1,4 @@
-"""Converters of ours for operators that TVM's importer lacks or gets wrong: scalars, reductions, indexing."""
+"""Converters for operators that TVM's importer lacks or gets wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tvmcap.capture.structure import dtype_name
 
 
 def _binary(op: Callable[..., relax.Expr]) -> Converter:
-    """Elementwise operator on torch's promoted dtype, with ``alpha``; TVM's casts a scalar to the tensor's dtype."""
+    """Elementwise operator on torch's promoted dtype, with ``alpha``.
+
+    TVM's casts a scalar to the tensor's dtype.
+    """
 
     def convert(node: fx.Node, importer: Any) -> Any:
         metas = [n.meta["val"] if isinstance(n, fx.Node) else n for n in node.args[:2]]
@@ -80,7 +83,10 @@ def _variance(node: fx.Node, importer: Any) -> Any:
 
 
 def _embedding(node: fx.Node, importer: Any) -> Any:
-    """Rows of a table; an index outside reads the nearest row, where TVM's converter reads outside memory."""
+    """Rows of a table.
+
+    An index outside reads the nearest row, where TVM's converter reads outside memory.
+    """
     weight, index = importer.retrieve_args(node)[:2]
     return emit(importer, relax.op.take(weight, index, axis=0, mode="clip"))
 
@@ -162,7 +168,10 @@ def _expm1(node: fx.Node, importer: Any) -> Any:
 
 
 def _log1p(node: fx.Node, importer: Any) -> Any:
-    """``log(1 + x)`` with the rounding of ``1 + x`` divided out (Kahan); x itself where that is 1 or infinite."""
+    """``log(1 + x)`` with the rounding of ``1 + x`` divided out (Kahan).
+
+    X itself where that is 1 or infinite.
+    """
     x = cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
     one = relax.const(1, dtype_of(x))
     if dtype_of(x) in HALF:

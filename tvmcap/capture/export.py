@@ -1,35 +1,32 @@
 """Capture: one PyTorch function in, one well-formed Relax module with its calling convention out.
 
-Ensures a straight-line graph of operators the back end lowers, with symbolic sizes that carry the user's names.
+Ensures a straight-line graph of operators the back end lowers, with symbolic sizes that carry the
+user's names.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import os
-import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import tvm
 from torch import fx
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from tvmcap.base.config import Config
-from tvmcap.base.errors import CaptureError, DataDependentError, TvmcapError
+from tvmcap.base.errors import CaptureError
 from tvmcap.base.signature import DimSpec, Signature, TensorSpec, Tree
 from tvmcap.capture import arguments, ir, operators, shapes, source
 from tvmcap.capture.fingerprint import fingerprint
 from tvmcap.capture.references import named_tensors
-from tvmcap.capture.structure import describe, dtype_name, replace_tensors
+from tvmcap.capture.structure import describe, dtype_name
+from tvmcap.capture.symbols import Symbols
+from tvmcap.capture.tracing import trace
 
 __all__ = ["Captured", "capture", "fingerprint"]
 
@@ -40,8 +37,10 @@ class Captured:
 
     Attributes
     ----------
-    mod: Relax module; ``main`` takes the run-time inputs in ``signature.inputs`` order and returns a tuple of the
-        outputs in ``signature.outputs`` order; frozen weights are constants inside; the symbolic variables are named
+    mod: Relax module; ``main`` takes the run-time inputs in ``signature.inputs`` order and returns
+    a tuple of the
+        outputs in ``signature.outputs`` order; frozen weights are constants inside; the symbolic
+        variables are named
         like the dimensions, with ``tir_var_lower_bound`` and ``tir_var_upper_bound`` attributes.
     signature: the calling convention; arguments frozen by ``Config.constants`` are no part of it.
     frozen: names of the frozen weights and arguments.
@@ -65,15 +64,17 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     config: Config | None = None,
 ) -> Captured:
-    """Capture ``fn``: a function, an nn.Module in eval mode, an ExportedProgram, or the path of a .pt2 file.
+    """Capture a function, an nn.Module in eval mode, an ExportedProgram or a .pt2 file.
 
     Parameters
     ----------
-    args, kwargs: example inputs (torch, numpy or DLPack tensors, numbers, strings, None, or tuples, lists and dicts of
+    args, kwargs: example inputs (torch, numpy or DLPack tensors, numbers, strings, None, or tuples,
+    lists and dicts of
         them); an exported program brings its own.
     config: ``dynamic`` and ``constants`` matter here.
 
-    Raises CaptureError (UnsupportedOperatorError, DataDependentError, MutationError) for code that cannot be captured,
+    Raises CaptureError (UnsupportedOperatorError, DataDependentError, MutationError) for code that
+    cannot be captured,
     ConfigError for options that do not fit the arguments.
     """
     config = config or Config()
@@ -87,7 +88,7 @@ def capture(
         describe(value, name, leaves) for name, value in zip(call.names, call.values, strict=True)
     ]
     free = shapes.resolve(config.dynamic, call.names, leaves)
-    program, out_tree = _export(call, leaves, free)
+    program, out_tree = trace(call, leaves, free)
     return _finish(program, call, leaves, free, {"kind": "tuple", "items": items}, out_tree)
 
 
@@ -96,8 +97,8 @@ def _load(path: str | os.PathLike[str]) -> ExportedProgram:
         return torch.export.load(path)
     except Exception as e:
         raise CaptureError(
-            f"cannot read {os.fspath(path)!r} as an exported program ({_first_line(e)}); expected a file that"
-            " torch.export.save wrote"
+            f"cannot read {os.fspath(path)!r} as an exported program ({source.first_line(e)});"
+            " expected a file that torch.export.save wrote"
         ) from e
 
 
@@ -117,116 +118,6 @@ def _unpack(
     return module, args or (), kwargs or {}, replace(config, dynamic=dynamic)
 
 
-class _Flat(torch.nn.Module):  # type: ignore[misc]
-    """The user's function on a flat list of tensors, as torch.export wants it."""
-
-    def __init__(self, call: arguments.BoundCall) -> None:
-        super().__init__()
-        self.call_ = call
-        self.found = SimpleNamespace(
-            out_tree=None
-        )  # torch.export restores attributes, but not what they hold
-        if isinstance(call.fn, torch.nn.Module):
-            self.fn = call.fn
-
-    def forward(self, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        rest = iter(leaves)
-        values = [replace_tensors(value, lambda: next(rest)) for value in self.call_.values]
-        outputs: list[tuple[str, torch.Tensor]] = []
-        self.found.out_tree = describe(self.call_.invoke(values), "output", outputs)
-        return [tensor for _, tensor in outputs]
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave the caller's random state, grad mode and attention switch as they were."""
-    states = torch.get_rng_state(), random.getstate()
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging and printing what our errors say; its logs come back with TORCH_LOGS."""
-    names = (
-        "torch._subclasses.fake_tensor",
-        "torch.fx.experimental.symbolic_shapes",
-        "torch.export",
-    )
-    loggers = [logging.getLogger(name) for name in names]
-    before = [log.disabled for log in loggers]
-    is_quiet = not os.environ.get("TORCH_LOGS")
-    for log in loggers:
-        log.disabled = log.disabled or is_quiet
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) if is_quiet else contextlib.nullcontext():
-            yield
-    finally:
-        for log, was in zip(loggers, before, strict=True):
-            log.disabled = was
-
-
-def _export(
-    call: arguments.BoundCall, leaves: shapes.Leaves, free: shapes.Free
-) -> tuple[ExportedProgram, Tree]:
-    """Run torch.export with sizes chosen to avoid coincidences, then with the example's own if that fails."""
-    chosen, given = shapes.example_sizes(free, leaves), shapes.given_sizes(free, leaves)
-    try:
-        return _export_at(call, leaves, free, chosen)
-    except TvmcapError:
-        if chosen == given:
-            raise
-        return _export_at(call, leaves, free, given)
-
-
-def _export_at(
-    call: arguments.BoundCall, leaves: shapes.Leaves, free: shapes.Free, sizes: Mapping[str, int]
-) -> tuple[ExportedProgram, Tree]:
-    flat = _Flat(call)
-    dynamic = {"leaves": shapes.torch_shapes(free, leaves)} if free.dims else None
-    try:
-        with _undisturbed(), source.recording():
-            inputs = shapes.resize(free, leaves, sizes)
-            with _quiet():
-                program = torch.export.export(flat, inputs, dynamic_shapes=dynamic, strict=False)
-    except TvmcapError:
-        raise
-    except Exception as e:
-        raise _translate(e, [name for name, _ in leaves], sizes) from e
-    return program, flat.found.out_tree
-
-
-def _translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int]) -> CaptureError:
-    """Turn an error of torch.export into one that says where and what to do."""
-    line = source.of_error(error.__traceback__)
-    at = f" at {line}" if line else ""
-    text = str(error)
-    if "Constraints violated" in text:
-        return CaptureError(shapes.explain_violation(text, names))
-    if isinstance(error, GuardOnDataDependentSymNode) or "DataDependent" in type(error).__name__:
-        return DataDependentError(
-            f"the code branches on, or takes a number out of, the values of tensors{at}. A library is one straight line"
-            " of operators: use torch.where or a mask, or keep the decision outside the function"
-        )
-    chosen = f" (captured with {', '.join(f'{n}={s}' for n, s in sizes.items())})" if sizes else ""
-    return CaptureError(
-        f"PyTorch could not trace the function{at}: {type(error).__name__}: {_first_line(error)}{chosen}. Check that the"
-        " function runs on the example inputs, and that its dynamic dimensions may vary"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:400]
-
-
 def _finish(
     program: ExportedProgram,
     call: arguments.BoundCall,
@@ -238,7 +129,7 @@ def _finish(
     """Check the graph, decompose it, import it, and describe its calling convention."""
     names = [name for name, _ in leaves]
     placeholders = _user_placeholders(program)
-    symbols = shapes.Symbols(free, [node.meta["val"] for node in placeholders], names)
+    symbols = Symbols(free, [node.meta["val"] for node in placeholders], names)
     frozen = _frozen_names(program, call)
     labels = {**frozen, **{node.name: name for node, name in zip(placeholders, names, strict=True)}}
     operators.check_pure(program, labels)
@@ -253,12 +144,12 @@ def _finish(
             program = operators.decompose(program, known)
     except Exception as e:
         raise CaptureError(
-            f"PyTorch could not decompose the graph: {type(e).__name__}: {_first_line(e)}"
+            f"PyTorch could not decompose the graph: {type(e).__name__}: {source.first_line(e)}"
         ) from e
     operators.check_outputs(program)
     operators.check_supported(program.graph, known)
     placeholders = _user_placeholders(program)
-    symbols = shapes.Symbols(free, [node.meta["val"] for node in placeholders], names)
+    symbols = Symbols(free, [node.meta["val"] for node in placeholders], names)
     params = list(zip(_identifiers(names), placeholders, strict=True))
     mod = ir.import_graph(program, params, _constants(program), symbols)
     values = [node.meta["val"] for node in _outputs(program)]
@@ -293,7 +184,7 @@ def _outputs(program: ExportedProgram) -> list[fx.Node]:
 
 
 def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Placeholder name to value of every frozen tensor of the graph."""
+    """Map placeholders to the values of the graph's frozen tensors."""
     kinds = torch.export.graph_signature.InputKind
     out = {}
     for spec in program.graph_signature.input_specs:
@@ -309,7 +200,7 @@ def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def _frozen_names(program: ExportedProgram, call: arguments.BoundCall) -> dict[str, str]:
-    """Placeholder name to the user's name of every frozen tensor that the graph has."""
+    """Map placeholders to the user's names of the graph's frozen tensors."""
     known = named_tensors(call.fn, call.frozen)
     values = _constants(program)
     targets = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
@@ -319,7 +210,7 @@ def _frozen_names(program: ExportedProgram, call: arguments.BoundCall) -> dict[s
     }
 
 
-def _spec(name: str, value: torch.Tensor, symbols: shapes.Symbols) -> TensorSpec:
+def _spec(name: str, value: torch.Tensor, symbols: Symbols) -> TensorSpec:
     return TensorSpec(
         name, dtype_name(value.dtype), tuple(symbols.text(size) for size in value.shape)
     )

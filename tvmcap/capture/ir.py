@@ -1,4 +1,4 @@
-"""From an exported graph to Relax: TVM's importer node by node, each result checked against torch's own shapes."""
+"""From an exported graph to Relax, node by node, each result checked against torch's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tvmcap.base.errors import CaptureError
 from tvmcap.capture import source
 from tvmcap.capture.converters import CONVERTERS
 from tvmcap.capture.operators import WRONG, operator_name
-from tvmcap.capture.shapes import Symbols
 from tvmcap.capture.structure import dtype_name
+from tvmcap.capture.symbols import Symbols
 
 
 def known_operators() -> set[str]:
@@ -39,7 +39,8 @@ def import_graph(
     constants: placeholder name to value, for parameters, buffers and lifted tensors.
     symbols: the symbolic sizes.
 
-    Raises CaptureError, the original chained, where a converter fails or disagrees with torch on a shape.
+    Raises CaptureError, the original chained, where a converter fails or disagrees with torch on a
+    shape.
     """
     importer = ExportedProgramImporter()
     builder = importer.block_builder = relax.BlockBuilder()
@@ -107,13 +108,17 @@ def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols)
     except Exception as e:
         raise CaptureError(
             f"the importer cannot translate {operator_name(node)} with {_describe(node)}, at"
-            f" {source.of_node(node) or 'an unknown line'}: {_first_line(e)}. Write it with other operators, or keep it"
+            f" {source.of_node(node) or 'an unknown line'}: {_first_line(e)}. Write it with other"
+            " operators, or keep it"
             " outside the function"
         ) from e
 
 
 def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: Symbols) -> Any:
-    """Make the result's dtype torch's, and its shape known; raise ValueError where the shapes differ."""
+    """Make the result's dtype torch's, and its shape known.
+
+    Raise ValueError where the shapes differ.
+    """
     if isinstance(value, tuple | list):
         if isinstance(result, tuple | list):
             pairs = zip(result, value, strict=False)

@@ -1,4 +1,4 @@
-"""Which operators the importer knows: decompositions on the exported graph, and the check before importing."""
+"""Decompositions on the exported graph, and the checks before importing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tvmcap.capture import source
 
 _aten = torch.ops.aten
 
-#: Composite operators that stay whole, because the importer (ours or TVM's) makes better code of them.
+#: Composite operators that stay whole, because the importer (ours or TVM's) makes better code of
+#: them.
 WHOLE = (
     _aten.linear.default,
     _aten.matmul.default,
@@ -33,7 +34,8 @@ WHOLE = (
     _aten.avg_pool1d.default,
 )
 
-#: Operators that TVM's importer translates wrongly or in part: decomposed where torch can, else refused.
+#: Operators that TVM's importer translates wrongly or in part: decomposed where torch can, else
+#: refused.
 WRONG = frozenset(
     {
         "bernoulli.p",
@@ -69,7 +71,10 @@ _RANDOM_UNLESS: dict[str, Callable[[fx.Node], bool]] = {
 
 
 def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgram:
-    """Rewrite the graph into operators of ``known`` as far as torch has decompositions; in-place ones become pure."""
+    """Rewrite the graph into operators of ``known`` as far as torch has decompositions.
+
+    In-place ones become pure.
+    """
     table = torch.export.default_decompositions()
     for operator in WHOLE:
         table.pop(operator, None)
@@ -93,7 +98,7 @@ def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgr
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
-    """List the operators of a graph that compute tensors; checks and arithmetic on sizes are left out."""
+    """List the operators of a graph that compute tensors."""
     return [n for n in graph.nodes if n.op == "call_function" and not _is_scalar(n)]
 
 
@@ -105,7 +110,10 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def is_known(node: fx.Node, known: Collection[str]) -> bool:
-    """Whether the importer translates ``node``; its table has bare names, so other namespaces are refused first."""
+    """Whether the importer translates ``node``.
+
+    Its table has bare names, so other namespaces are refused first.
+    """
     name = getattr(node.target, "__name__", "")
     if name == "getitem":
         return True
@@ -124,7 +132,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def check_supported(graph: fx.Graph, known: Collection[str]) -> None:
-    """Raise UnsupportedOperatorError with every operator that has no lowering, its count and its source lines."""
+    """Refuse operators that have no lowering, all at once, with counts and source lines."""
     found: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.op == "get_attr" or (
@@ -146,7 +154,8 @@ def check_supported(graph: fx.Graph, known: Collection[str]) -> None:
     advice = "write them with other operators, or keep that part outside the function"
     if custom:
         advice += (
-            f". {', '.join(custom)}: a custom operator needs a lowering registered with tvmcap.register_op, or a"
+            f". {', '.join(custom)}: a custom operator needs a lowering registered with"
+            " tvmcap.register_op, or a"
             " decomposition: torch.library.impl(op, 'CompositeImplicitAutograd')"
         )
     if control:
@@ -159,7 +168,7 @@ def check_supported(graph: fx.Graph, known: Collection[str]) -> None:
 
 
 def check_pure(program: ExportedProgram, names: Mapping[str, str]) -> None:
-    """Refuse changes of arguments and buffers, random numbers and train-mode layers; checked before decomposing.
+    """Refuse changes of arguments and buffers, random numbers and train-mode layers.
 
     ``names`` gives the user's name of each graph input.
     """
@@ -189,7 +198,7 @@ def check_pure(program: ExportedProgram, names: Mapping[str, str]) -> None:
 
 
 def check_outputs(program: ExportedProgram) -> None:
-    """Refuse mutations that only show in the functionalized graph, such as batch norm's running statistics."""
+    """Refuse mutations that only the functionalized graph shows."""
     kinds = torch.export.graph_signature.OutputKind
     for spec in program.graph_signature.output_specs:
         if spec.kind not in (kinds.USER_OUTPUT, kinds.LOSS_OUTPUT):
@@ -197,7 +206,10 @@ def check_outputs(program: ExportedProgram) -> None:
 
 
 def check_data_dependent(graph: fx.Graph, symbols: Collection[str]) -> None:
-    """Refuse sizes and numbers that come from the values of tensors; ``symbols`` are those of the inputs' shapes."""
+    """Refuse sizes and numbers that come from the values of tensors.
+
+    ``symbols`` are those of the inputs' shapes.
+    """
     for node in graph.nodes:
         value = node.meta.get("val")
         sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
@@ -207,8 +219,10 @@ def check_data_dependent(graph: fx.Graph, symbols: Collection[str]) -> None:
             unknown = [str(s) for s in size.node.expr.free_symbols if str(s) not in symbols]
             if unknown:
                 raise DataDependentError(
-                    f"{operator_name(node)} makes a size or a number out of the values of a tensor, at"
-                    f" {source.of_node(node) or 'an unknown line'}. A library's shapes follow from its inputs' shapes:"
+                    f"{operator_name(node)} makes a size or a number out of the values of a"
+                    " tensor, at"
+                    f" {source.of_node(node) or 'an unknown line'}. A library's shapes follow"
+                    " from its inputs' shapes:"
                     " use torch.where or a mask of fixed size instead, or compute that part outside"
                 )
 
@@ -233,8 +247,10 @@ def _base(node: Any) -> fx.Node | None:
 
 def _refuse_mutation(what: str, how: str, line: str) -> None:
     raise MutationError(
-        f"{what} is changed in place ({how}){' at ' + line if line else ''}; a library computes outputs from inputs and"
-        " changes nothing else. Return the new value as an output instead (x = x + 1, not x += 1); for batch norm call"
+        f"{what} is changed in place ({how}){' at ' + line if line else ''}; a library computes"
+        " outputs from inputs and"
+        " changes nothing else. Return the new value as an output instead (x = x + 1, not x +="
+        " 1); for batch norm call"
         " model.eval()"
     )
 
@@ -254,7 +270,8 @@ def _check_random(node: fx.Node) -> None:
         )
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         raise CaptureError(
-            f"{name} draws random numbers at {line}; a library is a function of its inputs. Draw them outside and pass"
+            f"{name} draws random numbers at {line}; a library is a function of its inputs. Draw"
+            " them outside and pass"
             " them as an argument"
         )
 

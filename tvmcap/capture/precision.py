@@ -1,8 +1,11 @@
 """16-bit graphs: compute in float32 between loads and stores of 16 bits.
 
-Every elementwise operator, normalisation, softmax and reduction works on float32. A value keeps its 32 bits only where
-operator fusion will put its producer and all its consumers into one kernel, so every tensor between kernels still has
-16 bits. The rule is FuseOps': a value joins its post-dominator if all that lies between is elementwise, and a kernel
+Every elementwise operator, normalisation, softmax and reduction works on float32. A value keeps its
+32 bits only where
+operator fusion will put its producer and all its consumers into one kernel, so every tensor between
+kernels still has
+16 bits. The rule is FuseOps': a value joins its post-dominator if all that lies between is
+elementwise, and a kernel
 has at most one product, reduction or normalisation.
 """
 
@@ -21,10 +24,14 @@ from tvmcap.capture.emitting import HALF
 _POINTWISE = frozenset(
     "relax." + name
     for name in (
-        "add subtract multiply divide power maximum minimum negative abs exp log sqrt rsqrt square sin cos tan sinh cosh"
-        " asin acos atan asinh acosh atanh tanh sigmoid erf floor ceil round trunc sign clip where floor_divide"
-        " floor_mod mod log_add_exp atan2 astype nn.relu nn.relu6 nn.gelu nn.gelu_tanh nn.silu nn.leakyrelu nn.softplus"
-        " nn.selu nn.prelu greater greater_equal less less_equal equal not_equal isnan isinf isfinite"
+        "add subtract multiply divide power maximum minimum negative abs exp log sqrt rsqrt"
+        " square sin cos tan sinh cosh"
+        " asin acos atan asinh acosh atanh tanh sigmoid erf floor ceil round trunc sign clip"
+        " where floor_divide"
+        " floor_mod mod log_add_exp atan2 astype nn.relu nn.relu6 nn.gelu nn.gelu_tanh nn.silu"
+        " nn.leakyrelu nn.softplus"
+        " nn.selu nn.prelu greater greater_equal less less_equal equal not_equal isnan isinf"
+        " isfinite"
     ).split()
 )
 
@@ -32,8 +39,10 @@ _POINTWISE = frozenset(
 _REDUCING = frozenset(
     "relax." + name
     for name in (
-        "nn.softmax nn.log_softmax nn.layer_norm nn.group_norm nn.instance_norm nn.rms_norm mean sum prod variance std"
-        " cumsum cumprod nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d"
+        "nn.softmax nn.log_softmax nn.layer_norm nn.group_norm nn.instance_norm nn.rms_norm mean"
+        " sum prod variance std"
+        " cumsum cumprod nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d nn.adaptive_avg_pool1d"
+        " nn.adaptive_avg_pool2d"
         " nn.adaptive_avg_pool3d image.resize2d"
     ).split()
 )
@@ -41,13 +50,17 @@ _REDUCING = frozenset(
 _PRODUCTS = frozenset(
     "relax." + name
     for name in (
-        "matmul nn.conv1d nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose"
+        "matmul nn.conv1d nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose"
+        " nn.conv3d_transpose"
     ).split()
 )
 
 
 def widen(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures 16-bit values are computed in float32 and stored in 16 bits; other modules stay as they are."""
+    """Ensures 16-bit values are computed in float32 and stored in 16 bits.
+
+    Other modules stay as they are.
+    """
     main = mod["main"]
     if not any(_is_half(b.var.ty) for block in main.body.blocks for b in block.bindings):
         return mod
@@ -78,7 +91,7 @@ class _Node:
 
 
 def _placement(bindings: Sequence[Any]) -> tuple[set[Any], set[Any]]:
-    """Find the variables whose consumers land in the producer's kernel, and those that only an anchor keeps out."""
+    """Find variables consumed in their producer's kernel, and those only an anchor keeps out."""
     index = {b.var: i for i, b in enumerate(bindings)}
     nodes = [_Node(_kind(b.value)) for b in bindings]
     for i, b in enumerate(bindings):
@@ -243,7 +256,10 @@ class _Widen(relax.PyExprMutator):  # type: ignore[misc]
         self.set_var_remap(binding.var, var)
 
     def _legalized(self, call: relax.Call) -> relax.Call:
-        """Return a call of one kernel that loads 16 bits and computes in 32; where shapes are unknown, of the operator."""
+        """Return a call of one kernel that loads 16 bits and computes in 32 bits.
+
+        Where shapes are unknown, of the operator.
+        """
         args = [self.visit_expr(a) for a in call.args]
         same = self.builder_.normalize(relax.Call(call.op, args, call.attrs, call.ty_args))
         legalize = call.op.get_attr("FLegalize")

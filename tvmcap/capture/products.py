@@ -1,4 +1,4 @@
-"""Converters of products and what is made of them: matmul, linear, convolution, attention, batch norm.
+"""Converters of matmul, linear, convolution, attention and batch norm.
 
 Products accumulate in float32 and come out in the input's dtype: a 16-bit ``x @ w`` is
 ``matmul(out_dtype="float32")`` with a cast behind it, which fusion draws into the kernel. TVM's own
@@ -16,7 +16,7 @@ from tvmcap.capture.emitting import HALF, Converter, arguments_of, cast, dtype_o
 
 
 def _product(importer: Any, a: relax.Expr, b: relax.Expr) -> Any:
-    """``a @ b``, accumulated in float32 where the inputs have 16 bits; the result keeps its 32 bits."""
+    """Multiply ``a @ b``, in float32 where the inputs have 16 bits."""
     wide = "float32" if dtype_of(a) in HALF else None
     return emit(importer, relax.op.matmul(a, b, out_dtype=wide))
 
@@ -99,7 +99,7 @@ def _causal(importer: Any, rows: Any, columns: Any) -> Any:
 
 
 def _batch_norm(node: fx.Node, importer: Any) -> Any:
-    """``x * scale + shift`` with scale and shift of the running statistics, which fold into constants."""
+    """Make ``x * scale + shift`` of the running statistics, which fold into constants."""
     a = arguments_of(node, importer)
     x = a["input"]
     statistics = a["running_mean"], a["running_var"]

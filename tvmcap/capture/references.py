@@ -21,7 +21,7 @@ def names_in(code: types.CodeType) -> set[str]:
 
 
 def referenced(fn: types.FunctionType) -> dict[str, Any]:
-    """Name to value of what ``fn`` closes over, of the globals it names, and of modules it imports when called."""
+    """Map names to what ``fn`` closes over, its globals, and modules it imports when called."""
     out: dict[str, Any] = {}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
@@ -37,7 +37,7 @@ def referenced(fn: types.FunctionType) -> dict[str, Any]:
 
 
 def unwrap(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that a callable calls on: methods' owners, partials' arguments, functions' references."""
+    """Yield what a callable calls on: owners, bound arguments, references."""
     if isinstance(fn, functools.partial):
         yield from unwrap(fn.func)
         yield from ((f"argument {i}", value) for i, value in enumerate(fn.args))
@@ -50,7 +50,7 @@ def unwrap(fn: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors(fn: Any, extra: Mapping[str, Any]) -> dict[int, str]:
-    """Map the data pointer of each tensor that ``fn`` reaches, and of those in ``extra``, to a name for the user."""
+    """Map the data pointer of each tensor that ``fn`` or ``extra`` reaches to a name."""
     out: dict[int, str] = {}
     seen: set[int] = set()
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch.export import Dim as TorchDim
-from tvm import tirx
 
 from tvmcap.base.config import Dim
-from tvmcap.base.errors import CaptureError, ConfigError
-from tvmcap.base.signature import Size
+from tvmcap.base.errors import ConfigError
 
 Leaves = Sequence[tuple[str, torch.Tensor]]
 
-#: Example sizes tried in place of 0, 1 and sizes that coincide; divisible by what code tends to divide by.
+#: Example sizes tried in place of 0, 1 and sizes that coincide; divisible by what code tends to
+#: divide by.
 _EXAMPLES = (12, 24, 36, 48, 60, 72, 6, 10, 14, 18, 4, 8, 16, 3, 5, 7, 2)
 
 
@@ -41,8 +40,10 @@ def resolve(
 ) -> Free:
     """Find the tensors and axes that ``Config.dynamic`` speaks of.
 
-    ``names`` are the arguments' names in order (an integer key counts into them). Raises ConfigError for an argument or
-    an axis that does not exist, for bounds that contradict, and for example sizes that contradict a shared name.
+    ``names`` are the arguments' names in order (an integer key counts into them). Raises
+    ConfigError for an argument or
+    an axis that does not exist, for bounds that contradict, and for example sizes that contradict a
+    shared name.
     """
     dims: dict[str, Dim] = {}
     where: dict[tuple[int, int], str] = {}
@@ -66,7 +67,8 @@ def resolve(
                 or not -tensor.ndim <= axis < tensor.ndim
             ):
                 raise ConfigError(
-                    f"dynamic[{key!r}]: axis {axis!r} does not exist; {name} has shape {tuple(tensor.shape)}, so"
+                    f"dynamic[{key!r}]: axis {axis!r} does not exist; {name} has shape"
+                    f" {tuple(tensor.shape)}, so"
                     f" its axes are 0 to {tensor.ndim - 1}"
                 )
             dims[dim.name] = _merge(dims.get(dim.name), dim, is_plain=isinstance(value, str))
@@ -120,18 +122,20 @@ def _check_examples(free: Free, leaves: Leaves) -> None:
         size, dim = int(leaves[leaf][1].shape[axis]), free.dims[name]
         if name in seen and seen[name][0] != size:
             raise ConfigError(
-                f"dynamic: {name!r} is {seen[name][0]} in {seen[name][1]} but {size} in {label} of the example;"
+                f"dynamic: {name!r} is {seen[name][0]} in {seen[name][1]} but {size} in {label}"
+                " of the example;"
                 " equal names are equal sizes, so use two names or mend the example"
             )
         seen.setdefault(name, (size, label))
         if dim.max is not None and size > dim.max:
             raise ConfigError(
-                f"dynamic: {label} is {size} in the example, above the maximum {dim.max} of {name!r}"
+                f"dynamic: {label} is {size} in the example, above the maximum {dim.max} of"
+                f" {name!r}"
             )
 
 
 def example_sizes(free: Free, leaves: Leaves) -> dict[str, int]:
-    """Choose sizes to capture with: the example's, unless 0, 1, below the minimum or equal to another extent."""
+    """Choose sizes to capture with: the example's unless 0, 1 or equal to another extent."""
     fixed = {
         int(size)
         for i, (_, tensor) in enumerate(leaves)
@@ -160,7 +164,7 @@ def given_sizes(free: Free, leaves: Leaves) -> dict[str, int]:
 
 
 def resize(free: Free, leaves: Leaves, sizes: Mapping[str, int]) -> tuple[torch.Tensor, ...]:
-    """Return contiguous stand-ins of the chosen sizes that share no memory: torch.export merges inputs that do."""
+    """Return stand-ins of the chosen sizes; torch.export merges inputs that share memory."""
     out = []
     for i, (_, tensor) in enumerate(leaves):
         shape = [
@@ -180,114 +184,8 @@ def torch_shapes(free: Free, leaves: Leaves) -> tuple[dict[int, Any], ...]:
     )
 
 
-class Symbols:
-    """The symbols of an exported graph: their names for the user, and their Relax variables."""
-
-    def __init__(self, free: Free, inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Match torch's symbols with the names through the shapes of the graph's inputs.
-
-        Raises CaptureError where a dynamic dimension came out fixed.
-        """
-        self.names: dict[str, str] = {}
-        self.bounds = {name: (dim.min, dim.max) for name, dim in free.dims.items()}
-        self.vars = {name: tirx.Var(name, "int64") for name in free.dims}
-        for (leaf, axis), name in free.where.items():
-            size = inputs[leaf].shape[axis]
-            if not isinstance(size, torch.SymInt) or not size.node.expr.is_symbol:
-                raise CaptureError(
-                    f"dimension {name!r} ({names[leaf]}.shape[{axis}]) came out as {size}: the code fixes it. Make it"
-                    " static, or remove what depends on its value"
-                )
-            self.names[str(size.node.expr)] = name
-
-    def text(self, size: int | torch.SymInt) -> Size:
-        """Return a size as an int, or as arithmetic on dimension names."""
-        return size if isinstance(size, int) else self._fold(size.node.expr, _Text(self.names))
-
-    def expr(self, size: int | torch.SymInt) -> Any:
-        """Return a size as an int or as a TIR expression."""
-        if isinstance(size, int):
-            return size
-        values = {symbol: self.vars[name] for symbol, name in self.names.items()}
-        return self._fold(size.node.expr, _Expr(values))
-
-    def _fold(self, expr: Any, out: _Text | _Expr) -> Any:
-        if expr.is_Integer:
-            return out.number(int(expr))
-        if expr.is_symbol:
-            if str(expr) not in self.names:
-                raise KeyError(str(expr))
-            return out.symbol(str(expr))
-        kind = type(expr).__name__
-        if kind == "Pow" and expr.args[1].is_Integer and int(expr.args[1]) > 0:
-            args = [self._fold(expr.args[0], out)] * int(expr.args[1])
-            kind = "Mul"
-        else:
-            args = [self._fold(arg, out) for arg in expr.args]
-        if kind not in _OPERATORS:
-            raise CaptureError(
-                f"a size is {expr}, which the library cannot express; known: + - * // % min max"
-            )
-        total = args[0]
-        for arg in args[1:]:
-            total = out.binary(_OPERATORS[kind], total, arg)
-        return total
-
-
-_OPERATORS = {
-    "Add": "+",
-    "Mul": "*",
-    "FloorDiv": "//",
-    "CleanDiv": "//",
-    "Mod": "%",
-    "PythonMod": "%",
-    "Min": "min",
-    "Max": "max",
-}
-
-
-class _Text:
-    """Writes a size as text."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
-
-    def number(self, value: int) -> str:
-        return str(value) if value >= 0 else f"({value})"
-
-    def symbol(self, name: str) -> str:
-        return self.names[name]
-
-    def binary(self, op: str, a: str, b: str) -> str:
-        if op in ("min", "max"):
-            return f"{op}({a}, {b})"
-        return " ".join((_wrap(a), op, _wrap(b))) if op != "+" else f"{a} + {b}"
-
-
-def _wrap(text: str) -> str:
-    return text if re.fullmatch(r"\w+|\(.*\)", text) and text.count("(") < 2 else f"({text})"
-
-
-class _Expr:
-    """Writes a size as a TIR expression."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def number(self, value: int) -> Any:
-        return tirx.IntImm("int64", value)
-
-    def symbol(self, name: str) -> Any:
-        return self.values[name]
-
-    def binary(self, op: str, a: Any, b: Any) -> Any:
-        if op in ("+", "*"):
-            return a + b if op == "+" else a * b
-        return {"//": tirx.floordiv, "%": tirx.floormod, "min": tirx.min, "max": tirx.max}[op](a, b)
-
-
 def explain_violation(text: str, names: Sequence[str]) -> str:
-    """Turn torch.export's "Constraints violated" into what holds, in the user's names, and the cure."""
+    """Turn torch.export's "Constraints violated" into what must hold, and the cure."""
 
     def label(match: re.Match[str]) -> str:
         return f"{names[int(match[1])]}.shape[{match[2]}]"
@@ -308,7 +206,8 @@ def explain_violation(text: str, names: Sequence[str]) -> str:
             cures.append(f"use {name} = tvmcap.{value}")
         elif not value.startswith("Dim("):
             cures.append(
-                f"{name} = {value} must hold: pass the tensor with that dimension split, or make it static"
+                f"{name} = {value} must hold: pass the tensor with that dimension split, or make"
+                " it static"
             )
     listed = "".join(f"\n  - {fact}" for fact in facts[:8]) or f"\n  {body.strip()[:500]}"
     return (

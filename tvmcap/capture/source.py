@@ -33,7 +33,10 @@ def _line(filename: str, number: int) -> str:
 
 
 def of_node(node: fx.Node) -> str:
-    """Return ``file:line: code`` of the user's innermost frame; else the layer of ``node``; else ``""``."""
+    """Return ``file:line: code`` of the user's innermost frame; else the layer of ``node``.
+
+    Else ``""``.
+    """
     frames = [
         frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_user(frame[0])
     ]
@@ -45,7 +48,8 @@ def of_node(node: fx.Node) -> str:
     path, kind = layers[-1]
     if not path.startswith("fn"):
         return ""
-    return f"layer {path.removeprefix('fn').lstrip('.') or 'forward'} ({getattr(kind, '__name__', str(kind).rpartition('.')[2])})"
+    name = getattr(kind, "__name__", str(kind).rpartition(".")[2])
+    return f"layer {path.removeprefix('fn').lstrip('.') or 'forward'} ({name})"
 
 
 def of_error(tb: TracebackType | None) -> str:
@@ -63,7 +67,10 @@ def _inside(frames: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Make torch.export keep the user's frames of plain functions too; it keeps those named ``forward`` alone."""
+    """Make torch.export keep the user's frames of plain functions too.
+
+    It keeps those named ``forward`` alone.
+    """
 
     def keep(_: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
         own = [i for i, frame in enumerate(frames) if frame.filename.startswith(_HERE)]
@@ -80,3 +87,8 @@ def recording() -> Iterator[None]:
         yield
     finally:
         del PythonKeyTracer._filter_traceback_frames
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:400]

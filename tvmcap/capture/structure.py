@@ -39,7 +39,8 @@ class Call:
 def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Match the example arguments with the parameters of ``fn``.
 
-    A default that stands before the last argument given is filled in, so that positions keep their meaning.
+    A default that stands before the last argument given is filled in, so that positions keep their
+    meaning.
     Raises CaptureError where the arguments do not fit.
     """
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
@@ -54,7 +55,8 @@ def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
         raise CaptureError(
-            f"the example arguments do not fit {_name(fn)}{signature}: {e}; got {len(args)} positional and"
+            f"the example arguments do not fit {_name(fn)}{signature}: {e}; got {len(args)}"
+            " positional and"
             f" {sorted(kwargs)} by keyword. Give args and kwargs as for one call"
         ) from e
     rows: list[tuple[str, Any, bool]] = []
@@ -73,7 +75,7 @@ def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
-    """Return ``value`` as a torch tensor (numpy and DLPack share memory), or None where it is no tensor."""
+    """Return ``value`` as a torch tensor that shares its memory, or None."""
     if isinstance(value, torch.Tensor):
         return value
     if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
@@ -84,9 +86,10 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def describe(value: Any, name: str, leaves: list[tuple[str, torch.Tensor]]) -> Tree:
-    """Append the tensors of ``value`` to ``leaves`` with dotted names and return the structure around them.
+    """Append the tensors of ``value`` to ``leaves`` and return the structure around them.
 
-    Raises CaptureError for a container or a value that cannot be part of a library's calling convention.
+    Raises CaptureError for a container or a value that cannot be part of a library's calling
+    convention.
     """
     tensor = as_tensor(value)
     if tensor is not None:
@@ -104,7 +107,8 @@ def describe(value: Any, name: str, leaves: list[tuple[str, torch.Tensor]]) -> T
         items = [describe(v, _join(name, i), leaves) for i, v in enumerate(value)]
         return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
     raise CaptureError(
-        f"{name} is a {type(value).__name__}; expected tensors, numbers, strings, None, or tuples, lists and"
+        f"{name} is a {type(value).__name__}; expected tensors, numbers, strings, None, or"
+        " tuples, lists and"
         " dicts of them. Pass the tensors it holds as arguments of their own"
     )
 

@@ -21,6 +21,8 @@ def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
     """Ensures constant weights of matmuls are packed for their kernel, and a transposed operand is read in place."""
 
     def emit(builder: Any, value: Any) -> Any:
+        if is_op(value, "strided_slice"):
+            return _slice_of_own_transpose(builder, value)
         if not is_op(value, "matmul") or value.args[0].ty.ndim < 2:
             return None
         lhs, rhs = value.args
@@ -37,6 +39,18 @@ def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
         return builder.call_te(matmul_nt(dtype), lhs, source, primfunc_name_hint="matmul")
 
     return relax.transform.DeadCodeElimination(["main"])(rebuild(mod, emit))
+
+
+def _slice_of_own_transpose(builder: Any, value: Any) -> Any:
+    """Give each slice of a transposed tensor (q, k and v of one product) a transpose of its own to fuse with.
+
+    One kernel then moves just the slice; shared, the transpose would be a kernel that moves everything once more.
+    """
+    source = builder.lookup_binding(value.args[0]) if isinstance(value.args[0], relax.Var) else None
+    if not is_op(source, "permute_dims"):
+        return None
+    own = builder.emit(relax.op.permute_dims(source.args[0], source.attrs.axes))
+    return relax.Call(value.op, [own, *value.args[1:]], value.attrs, value.ty_args)
 
 
 def _transposed(builder: Any, var: Any) -> Any:

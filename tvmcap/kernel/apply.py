@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import tvm
-from tvm import tirx
+from tvm import relax, tirx
 
 from tvmcap.kernel import fallback, intrinsics, spaces, tasks, traces
 from tvmcap.kernel.records import Record
@@ -71,7 +71,7 @@ def schedule(mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Serv
         variants, served = _serve(own, list(lookup(task)), target)
         if task.name == gvar.name_hint:
             coverage.append(served)
-        functions.update(_attach(gvar, variants))
+        functions.update(_attach(gvar, variants, len(getattr(own.problem, "batch", ()))))
     return tvm.IRModule(functions, attrs=mod.attrs)
 
 
@@ -134,13 +134,15 @@ def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
     return [(None, task.template.default(task.problem, target))]
 
 
-def _attach(gvar: Any, variants: list[tuple[int | None, Any]]) -> dict[Any, Any]:
+def _attach(gvar: Any, variants: list[tuple[int | None, Any]], lead: int) -> dict[Any, Any]:
     """Name the variants of a kernel; the last one, which serves any size, lists the others in an attribute."""
     functions, listed = {}, []
     for bound, func in variants[:-1]:
         name = f"{gvar.name_hint}_upto{bound}"
-        functions[tvm.ir.GlobalVar(name)] = func
+        variant = tvm.ir.GlobalVar(name)
+        relax.expr._update_type(variant, gvar.ty)  # Relax types a call by its callee
+        functions[variant] = func
         listed.append([bound, name])
     last = variants[-1][1]
-    functions[gvar] = last.with_attr("tvmcap.variants", listed) if listed else last
+    functions[gvar] = last.with_attrs({"tvmcap.variants": listed, "tvmcap.lead": lead}) if listed else last
     return functions

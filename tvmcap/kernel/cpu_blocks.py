@@ -1,4 +1,4 @@
-"""The blocks of a PrimFunc as plain data, with elementwise producers inlined where that costs nothing."""
+"""The blocks of a PrimFunc as plain data, elementwise producers inlined."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from tvmcap.kernel import epilogue as ep
 Expr = Any
 
 #: Functions too dear to evaluate twice.
-COSTLY = ("tirx.exp", "tirx.tanh", "tirx.erf", "tirx.sigmoid", "tirx.log", "tirx.pow", "tirx.sin", "tirx.cos")
+COSTLY = (
+    "tirx.exp",
+    "tirx.tanh",
+    "tirx.erf",
+    "tirx.sigmoid",
+    "tirx.log",
+    "tirx.pow",
+    "tirx.sin",
+    "tirx.cos",
+)
 GUARD = "prim.if_then_else"
 _COMBINERS = (tirx.Add, tirx.Mul, tirx.Max, tirx.Min)
 
 
 @dataclass(frozen=True)
 class Block:
-    """``buffer[axes] = value``, or ``buffer[axes] = combine over reduced axes of value``, starting from ``init``.
+    """``buffer[axes] = value``, or the ``combine`` of values over reduced axes from ``init``.
 
     ``combine`` is a TIR node class (Add, Mul, Max, Min), or None for an elementwise block.
     """
@@ -38,10 +47,14 @@ class Block:
 
 
 def parse(func: tirx.PrimFunc) -> list[Block] | None:
-    """Return the blocks in order, or None where one is of another form (several stores, opaque, predicated ...)."""
+    """Return the blocks in order, or None where one is of another form."""
     blocks = ep.blocks(func)
     parsed = [_parse(block) for block in blocks or ()]
-    return None if blocks is None or any(b is None for b in parsed) else [b for b in parsed if b is not None]
+    return (
+        None
+        if blocks is None or any(b is None for b in parsed)
+        else [b for b in parsed if b is not None]
+    )
 
 
 def _parse(block: Any) -> Block | None:
@@ -49,9 +62,13 @@ def _parse(block: Any) -> Block | None:
     spatial = [v for v in block.iter_vars if v.iter_type == tirx.IterVar.DataPar]
     reduced = [v for v in block.iter_vars if v.iter_type == tirx.IterVar.CommReduce]
     axes = [v.var for v in spatial]
-    if not isinstance(store, tirx.BufferStore) or len(spatial) + len(reduced) != len(block.iter_vars):
+    if not isinstance(store, tirx.BufferStore) or len(spatial) + len(reduced) != len(
+        block.iter_vars
+    ):
         return None
-    if any(str(v.var.ty) != "int64" for v in block.iter_vars) or not ep.same_all(store.indices, axes):
+    if any(str(v.var.ty) != "int64" for v in block.iter_vars) or not ep.same_all(
+        store.indices, axes
+    ):
         return None
     found = Block(
         store.buffer,
@@ -69,7 +86,9 @@ def _reduction(found: Block, store: Any, init: Any) -> Block | None:
     if kind is None or not isinstance(init, tirx.BufferStore):
         return None
     for own, other in ((store.value.a, store.value.b), (store.value.b, store.value.a)):
-        if _is_own(own, store) and not any(load.source.same_as(store.buffer) for load in loads(other)):
+        if _is_own(own, store) and not any(
+            load.source.same_as(store.buffer) for load in loads(other)
+        ):
             return replace(found, value=other, combine=kind, init=init.value)
     return None
 
@@ -99,7 +118,9 @@ def uses(expr: Expr, var: Any) -> bool:
 def calls(expr: Expr) -> set[str]:
     """Return the names of the operators that an expression calls."""
     names: set[str] = set()
-    tvm_ffi.structural_walk(expr, (tvm.ir.Call, lambda node: names.add(getattr(node.op, "name", "?"))))
+    tvm_ffi.structural_walk(
+        expr, (tvm.ir.Call, lambda node: names.add(getattr(node.op, "name", "?")))
+    )
     return names
 
 
@@ -116,14 +137,23 @@ def replace_loads(expr: Expr, change: Callable[[Any], Expr]) -> Expr:
 def inline(blocks: Sequence[Block], params: Sequence[Any]) -> list[Block]:
     """Return the blocks with elementwise producers moved into their consumers.
 
-    Kept: outputs, padding (its guard would sit in an inner loop), and costly values that several blocks read.
+    Kept: outputs, padding (its guard would sit in an inner loop), and costly values that several
+        blocks read.
     """
     kept = list(blocks)
-    for buffer in [b.buffer for b in blocks if b.combine is None and not any(b.buffer.same_as(p) for p in params)]:
+    for buffer in [
+        b.buffer
+        for b in blocks
+        if b.combine is None and not any(b.buffer.same_as(p) for p in params)
+    ]:
         (block,) = (b for b in kept if b.buffer.same_as(buffer))
         readers = [b for b in kept if any(ld.source.same_as(buffer) for ld in loads(b.value))]
         if readers and _worth(block, readers):
-            kept = [_into(b, block) if any(b is r for r in readers) else b for b in kept if b is not block]
+            kept = [
+                _into(b, block) if any(b is r for r in readers) else b
+                for b in kept
+                if b is not block
+            ]
     return kept
 
 
@@ -135,7 +165,7 @@ def _worth(block: Block, readers: list[Block]) -> bool:
 
 
 def _single_point(reader: Block, buffer: Any) -> bool:
-    """Whether the reader needs one element of the buffer a point, and evaluating it early is safe."""
+    """Whether the reader needs one element a point, which is safe to evaluate early."""
     reads = [ld for ld in loads(reader.value) if ld.source.same_as(buffer)]
     if len(reads) > 1 and GUARD in calls(reader.value):
         return False
@@ -145,6 +175,9 @@ def _single_point(reader: Block, buffer: Any) -> bool:
 def _into(reader: Block, block: Block) -> Block:
     reads = [ld for ld in loads(reader.value) if ld.source.same_as(block.buffer)]
     value = substitute(block.value, dict(zip(block.axes, reads[0].indices, strict=True)))
-    point = value if len(reads) == 1 else tirx.Var(block.buffer.name, block.buffer.dtype)
-    changed = replace_loads(reader.value, lambda ld: point if ld.source.same_as(block.buffer) else ld)
-    return replace(reader, value=changed if len(reads) == 1 else tirx.Let(point, value, changed))
+    var, bound, use = ep.named(block.buffer.name, str(block.buffer.dtype), value)
+    point = value if len(reads) == 1 else use
+    changed = replace_loads(
+        reader.value, lambda ld: point if ld.source.same_as(block.buffer) else ld
+    )
+    return replace(reader, value=changed if len(reads) == 1 else tirx.Let(var, bound, changed))

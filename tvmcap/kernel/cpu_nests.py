@@ -1,8 +1,9 @@
-"""Loop nests for one block on a CPU: vectors along the last axis, accumulators in registers, exact tails.
+"""Loop nests for one block on a CPU: vectors, accumulators in registers, exact tails.
 
-A vector loop over ``extent`` elements runs ``ceil(extent / width)`` times, and its last turn starts at
-``extent - width``: some elements are then computed twice, to the same value, and no remainder is left. Extents below
-the width take a scalar loop. Sums cannot overlap, so vectors along a reduced axis leave a scalar remainder.
+A vector loop over ``extent`` elements runs ``ceil(extent / width)`` times, and its last turn starts
+at ``extent - width``: some elements are then computed twice, to the same value, and no remainder is
+left. Extents below the width take a scalar loop. Sums cannot overlap, so vectors along a reduced
+axis leave a scalar remainder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tvmcap.schedules import cpu_build as b
 
 Expr = Any
 Finish = Callable[[dict[Any, Expr], Expr], Any]
-"""Given the axes' values and the finished value of an element, returns the statement that stores it."""
+"""Given the axes' values and the finished value of an element, returns its store."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,16 @@ class Machine:
 
 
 def overlapped(extent: Expr, width: int, body: Callable[[Expr, bool], Any]) -> Any:
-    """Return a loop of full-width turns ``body(start, True)``, or of single ones ``body(at, False)`` where too short."""
+    """Return full-width turns ``body(start, True)``; where too short, ``body(at, False)``."""
     turns = b.ceildiv(extent, width)
     wide = b.loop("v", turns, lambda v: body(tirx.min(v * width, extent - width), True))
     if isinstance(extent, tirx.IntImm):
         if extent.value % width == 0:
             return b.loop("v", extent.value // width, lambda v: body(v * width, True))
         return wide if extent.value >= width else b.loop("j", extent, lambda j: body(j, False))
-    return tirx.IfThenElse(extent >= b.const(width), wide, b.loop("j", extent, lambda j: body(j, False)))
+    return tirx.IfThenElse(
+        extent >= b.const(width), wide, b.loop("j", extent, lambda j: body(j, False))
+    )
 
 
 def width_for(extent: Expr, block: Block, machine: Machine) -> int:
@@ -54,7 +57,7 @@ def width_for(extent: Expr, block: Block, machine: Machine) -> int:
 
 
 def spatial(block: Block, fixed: dict[Any, Expr], store: Finish, machine: Machine) -> Any:
-    """Return the loops of an elementwise block over the axes that ``fixed`` does not already give."""
+    """Return the loops of an elementwise block over the axes that are not ``fixed``."""
     free = [(a, e) for a, e in zip(block.axes, block.extents, strict=True) if a not in fixed]
     if not free:
         return store(fixed, substitute(block.value, fixed))
@@ -68,14 +71,18 @@ def spatial(block: Block, fixed: dict[Any, Expr], store: Finish, machine: Machin
         def turn(start: Expr, wide: bool) -> Any:
             if not wide or width == 1:
                 return element({**at, last: start})
-            return b.loop("l", width, lambda lane: element({**at, last: start + lane}), ForKind.VECTORIZED)
+            return b.loop(
+                "l", width, lambda lane: element({**at, last: start + lane}), ForKind.VECTORIZED
+            )
 
         return overlapped(extent, width, turn)
 
     return nest(outer, fixed, inner)
 
 
-def nest(axes: list[tuple[Any, Expr]], at: dict[Any, Expr], body: Callable[[dict[Any, Expr]], Any]) -> Any:
+def nest(
+    axes: list[tuple[Any, Expr]], at: dict[Any, Expr], body: Callable[[dict[Any, Expr]], Any]
+) -> Any:
     """Return serial loops over ``axes`` around ``body``."""
     if not axes:
         return body(at)
@@ -84,11 +91,16 @@ def nest(axes: list[tuple[Any, Expr]], at: dict[Any, Expr], body: Callable[[dict
 
 
 def reduction(
-    block: Block, fixed: dict[Any, Expr], store: Finish, machine: Machine, rows: list[dict[Any, Expr]] | None = None
+    block: Block,
+    fixed: dict[Any, Expr],
+    store: Finish,
+    machine: Machine,
+    rows: list[dict[Any, Expr]] | None = None,
 ) -> Any:
     """Return the loops of a reduction over the axes that ``fixed`` does not already give.
 
-    ``rows`` are the values of one further axis whose elements share registers; chosen here where not given.
+    ``rows`` are the values of one further axis whose elements share registers; chosen here where
+    not given.
     """
     free = [(a, e) for a, e in zip(block.axes, block.extents, strict=True) if a not in fixed]
     if along_reduced(block, [a for a, _ in free]):
@@ -100,7 +112,11 @@ def reduction(
 
     def column(at: dict[Any, Expr], group: list[dict[Any, Expr]]) -> Any:
         return overlapped(
-            extent, width, lambda start, wide: _tile(block, {**at, last: start}, group, last, width if wide else 1, store)
+            extent,
+            width,
+            lambda start, wide: _tile(
+                block, {**at, last: start}, group, last, width if wide else 1, store
+            ),
         )
 
     shared = register_axis(block, outer, last, machine) if rows is None else None
@@ -111,12 +127,14 @@ def reduction(
     return nest(
         [x for x in outer if x[0] is not axis],
         fixed,
-        lambda at: overlapped(size, count, lambda i, _: column(at, [{axis: i + r} for r in range(count)])),
+        lambda at: overlapped(
+            size, count, lambda i, _: column(at, [{axis: i + r} for r in range(count)])
+        ),
     )
 
 
 def along_reduced(block: Block, free: list[Any]) -> bool:
-    """Whether memory is contiguous along the last reduced axis rather than along a free spatial one."""
+    """Whether memory is contiguous along the last reduced axis, not a free spatial one."""
     last = [ld.indices[-1] for ld in loads(block.value) if len(ld.indices)]
     if free and any(uses(index, free[-1]) for index in last):
         return False
@@ -126,7 +144,7 @@ def along_reduced(block: Block, free: list[Any]) -> bool:
 def register_axis(
     block: Block, axes: list[tuple[Any, Expr]], last: Any, machine: Machine
 ) -> tuple[Any, Expr, int] | None:
-    """Return an axis that some vector load does not depend on, its extent, and how many rows share that load."""
+    """Return an axis some vector load is free of, its extent, and how many rows share it."""
     vectors = [ld for ld in loads(block.value) if any(uses(i, last) for i in ld.indices)]
     for axis, extent in reversed(axes):
         shared = any(not any(uses(i, axis) for i in ld.indices) for ld in vectors)
@@ -135,8 +153,15 @@ def register_axis(
     return None
 
 
-def _tile(block: Block, at: dict[Any, Expr], rows: list[dict[Any, Expr]], last: Any, lanes: int, store: Finish) -> Any:
-    """Return the reduction for ``rows`` by ``lanes`` elements at once, kept in local accumulators."""
+def _tile(
+    block: Block,
+    at: dict[Any, Expr],
+    rows: list[dict[Any, Expr]],
+    last: Any,
+    lanes: int,
+    store: Finish,
+) -> Any:
+    """Return the reduction of ``rows`` by ``lanes`` elements, in local accumulators."""
     acc = tirx.decl_buffer((len(rows) * lanes,), block.buffer.dtype, "acc", scope="local")
 
     def each(row: int, body: Callable[[dict[Any, Expr], Expr], Any]) -> Any:
@@ -145,21 +170,33 @@ def _tile(block: Block, at: dict[Any, Expr], rows: list[dict[Any, Expr]], last: 
             return body(where, b.const(row))
         start = where[last]
         return b.loop(
-            "l", lanes, lambda lane: body({**where, last: start + lane}, lane + row * lanes), ForKind.VECTORIZED
+            "l",
+            lanes,
+            lambda lane: body({**where, last: start + lane}, lane + row * lanes),
+            ForKind.VECTORIZED,
         )
 
     def step(inner: dict[Any, Expr], row: int) -> Any:
         return each(
             row,
             lambda where, slot: tirx.BufferStore(
-                acc, block.combine(tirx.BufferLoad(acc, [slot]), substitute(block.value, {**where, **inner})), [slot]
+                acc,
+                block.combine(
+                    tirx.BufferLoad(acc, [slot]), substitute(block.value, {**where, **inner})
+                ),
+                [slot],
             ),
         )
 
     every = range(len(rows))
     return b.seq(
         tirx.AllocBuffer(acc),
-        *(each(r, lambda where, slot: tirx.BufferStore(acc, substitute(block.init, where), [slot])) for r in every),
+        *(
+            each(
+                r, lambda where, slot: tirx.BufferStore(acc, substitute(block.init, where), [slot])
+            )
+            for r in every
+        ),
         nest(
             list(zip(block.reduced, block.reduced_extents, strict=True)),
             {},
@@ -177,6 +214,7 @@ def _along(block: Block, at: dict[Any, Expr], store: Finish, machine: Machine) -
     total = width * copies
     acc = tirx.decl_buffer((total,), block.buffer.dtype, "acc", scope="local")
     init = substitute(block.init, at)
+    kind = ForKind.VECTORIZED if total > 1 else ForKind.SERIAL
 
     def combine(slot: Expr, value: Expr) -> Any:
         return tirx.BufferStore(acc, block.combine(tirx.BufferLoad(acc, [slot]), value), [slot])
@@ -185,24 +223,39 @@ def _along(block: Block, at: dict[Any, Expr], store: Finish, machine: Machine) -
         if width == 1:
             return combine(b.const(first), substitute(block.value, {**inner, last: start}))
         return b.loop(
-            "l", width, lambda lane: combine(lane + first, substitute(block.value, {**inner, last: start + lane})),
+            "l",
+            width,
+            lambda lane: combine(
+                lane + first, substitute(block.value, {**inner, last: start + lane})
+            ),
             ForKind.VECTORIZED,
-        )  # fmt: skip
+        )
 
     def line(inner: dict[Any, Expr]) -> Any:
         many = tirx.truncdiv(extent, b.const(total))
         some = tirx.truncdiv(extent - many * total, b.const(width))
         done = many * total + some * width
         return b.seq(
-            b.loop("u", many, lambda u: b.seq(*(vector(u * total + c * width, c * width, inner) for c in range(copies)))),
+            b.loop(
+                "u",
+                many,
+                lambda u: b.seq(
+                    *(vector(u * total + c * width, c * width, inner) for c in range(copies))
+                ),
+            ),
             b.loop("v", some, lambda v: vector(many * total + v * width, 0, inner)),
-            b.loop("j", extent - done, lambda j: combine(b.const(0), substitute(block.value, {**inner, last: done + j}))),
+            b.loop(
+                "j",
+                extent - done,
+                lambda j: combine(b.const(0), substitute(block.value, {**inner, last: done + j})),
+            ),
         )
 
     return b.seq(
         tirx.AllocBuffer(acc),
-        # Lanes other than the first start from the combiner's neutral element, which is what TVM's reducers use as init.
-        b.loop("l", total, lambda lane: tirx.BufferStore(acc, init, [lane]), ForKind.VECTORIZED if total > 1 else ForKind.SERIAL),
+        # Lanes other than the first start from the combiner's neutral element, which is what TVM's
+        # reducers use as init.
+        b.loop("l", total, lambda lane: tirx.BufferStore(acc, init, [lane]), kind),
         nest(list(outer), at, line),
         *(_fold(acc, half, combine) for half in _halves(total)),
         store(at, tirx.BufferLoad(acc, [b.const(0)])),

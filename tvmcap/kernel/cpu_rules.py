@@ -1,8 +1,8 @@
 """The rule for PrimFuncs on llvm that no template and no record covers.
 
-Row-wise functions (softmax, LayerNorm, means) run every block of a row before the next row, with intermediates of one
-row. Other functions run block after block, each in parallel. Either way loops are vectorized with exact tails, so
-symbolic sizes need nothing special.
+Row-wise functions (softmax, LayerNorm, means) run every block of a row before the next row, with
+intermediates of one row. Other functions run block after block, each in parallel. Either way loops
+are vectorized with exact tails, so symbolic sizes need nothing special.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tvmcap.schedules.cpu_target import threads, vector_lanes, vector_registers
 log = logging.getLogger("tvmcap")
 Expr = Any
 Place = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
-"""Where a buffer of the function is in the new one: given buffer and index, returns buffer and index."""
+"""Where an element of the old function is in the new one: buffer and index to both anew."""
 
 #: Elements (costly ones count eight times) below which a loop stays on the calling thread.
 SERIAL_BELOW = 1 << 15
@@ -34,7 +34,7 @@ CHUNK = 4096
 
 
 def schedule(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
-    """Return ``func`` with parallel, vectorized loops and 16-byte aligned parameters; None for another target.
+    """Return ``func`` with parallel, vectorized loops, its parameters aligned to 16 bytes.
 
     A function of an unknown form comes back with its loops as they were.
     """
@@ -43,17 +43,24 @@ def schedule(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
     params, renamed = b.aligned(func.params)
     blocks = cb.parse(func)
     if blocks is None:
-        log.debug("no loop-nest rule fits a PrimFunc of %d parameters; its loops stay serial", len(func.params))
+        log.debug(
+            "no loop-nest rule fits a PrimFunc of %d parameters; its loops stay serial",
+            len(func.params),
+        )
         whole = tirx.PrimFunc(params, cb.substitute(func.body, renamed), func.ret_type, func.attrs)
         return whole.with_attr("tirx.is_scheduled", True)
     machine = Machine(vector_lanes(target), vector_registers(target), threads(target))
-    return b.scheduled(func, params, _Rule(cb.inline(blocks, func.params), func.params, renamed, machine).body())
+    return b.scheduled(
+        func, params, _Rule(cb.inline(blocks, func.params), func.params, renamed, machine).body()
+    )
 
 
 class _Rule:
     """Builds the body of one function."""
 
-    def __init__(self, blocks: list[Block], params: Any, renamed: dict[Any, Any], machine: Machine) -> None:
+    def __init__(
+        self, blocks: list[Block], params: Any, renamed: dict[Any, Any], machine: Machine
+    ) -> None:
         self.blocks, self.renamed, self.machine = blocks, renamed, machine
         self.inner = [x for x in blocks if not any(x.buffer.same_as(p) for p in params)]
 
@@ -64,7 +71,8 @@ class _Rule:
             return self._elementwise(self.blocks[0])
         return self._rows(depth) if depth else self._separate()
 
-    # --- row-wise functions ------------------------------------------------------------------------------
+    # --- row-wise functions
+    # ------------------------------------------------------------------------------
 
     def _row_depth(self) -> int:
         """Return how many leading dimensions are rows; 0 where the function is not row-wise."""
@@ -73,15 +81,21 @@ class _Rule:
         depth = min(depth, max(len(x.axes) for x in self.blocks) - 1) or depth
         while depth and not all(self._shares(x, out, depth) for x in self.blocks):
             depth -= 1
-        rowwise = any(x.combine is not None and along_reduced(x, list(x.axes[depth:])) for x in self.blocks)
-        return depth if rowwise and depth >= max(max(len(x.axes) for x in self.blocks) - 1, 1) else 0
+        rowwise = any(
+            x.combine is not None and along_reduced(x, list(x.axes[depth:])) for x in self.blocks
+        )
+        return (
+            depth if rowwise and depth >= max(max(len(x.axes) for x in self.blocks) - 1, 1) else 0
+        )
 
     def _shares(self, block: Block, out: Block, depth: int) -> bool:
         def own(load: Any) -> bool:
             inner = any(load.source.same_as(x.buffer) for x in self.blocks)
             return not inner or ep.same_all(list(load.indices)[:depth], block.axes[:depth])
 
-        return ep.same_all(block.extents[:depth], out.extents[:depth]) and all(map(own, cb.loads(block.value)))
+        return ep.same_all(block.extents[:depth], out.extents[:depth]) and all(
+            map(own, cb.loads(block.value))
+        )
 
     def _rows(self, depth: int) -> Any:
         """Return one parallel loop over rows around all blocks."""
@@ -97,17 +111,23 @@ class _Rule:
 
             return b.seq(
                 *(allocated for _, allocated in local.values()),
-                *(self._block(x, dict(zip(x.axes[:depth], at, strict=True)), place) for x in self.blocks),
+                *(
+                    self._block(x, dict(zip(x.axes[:depth], at, strict=True)), place)
+                    for x in self.blocks
+                ),
             )
 
         extents = self.blocks[-1].extents[:depth]
         work = sum((_work(x) for x in self.blocks), b.const(0))
         return self._parallel(list(extents), work, row)
 
-    # --- block after block -------------------------------------------------------------------------------
+    # --- block after block
+    # -------------------------------------------------------------------------------
 
     def _separate(self) -> Any:
-        whole = {x.buffer: tirx.decl_buffer(x.extents, x.buffer.dtype, x.buffer.name) for x in self.inner}
+        whole = {
+            x.buffer: tirx.decl_buffer(x.extents, x.buffer.dtype, x.buffer.name) for x in self.inner
+        }
 
         def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
             return whole[buffer] if buffer in whole else self.renamed[buffer], index
@@ -123,7 +143,11 @@ class _Rule:
 
     def _finishes(self, block: Block, follower: Block) -> bool:
         """Whether ``follower`` is all that becomes of a reduction, element by element."""
-        readers = [x for x in self.blocks if any(ld.source.same_as(block.buffer) for ld in cb.loads(x.value))]
+        readers = [
+            x
+            for x in self.blocks
+            if any(ld.source.same_as(block.buffer) for ld in cb.loads(x.value))
+        ]
         if block.combine is None or follower.combine is not None or block not in self.inner:
             return False
         own = [ld for ld in cb.loads(follower.value) if ld.source.same_as(block.buffer)]
@@ -135,7 +159,7 @@ class _Rule:
         )
 
     def _alone(self, block: Block, finish: Block | None, place: Place) -> Any:
-        """Return one block in parallel over all axes but the vector one; a reduction's register rows are one task."""
+        """Return one block in parallel over all axes but that of vectors and register rows."""
         axes = list(zip(block.axes, block.extents, strict=True))
         if block.combine is None or not along_reduced(block, list(block.axes)):
             axes = axes[:-1]
@@ -144,7 +168,9 @@ class _Rule:
         if shared is None:
 
             def task(at: list[Expr]) -> Any:
-                return self._block(block, {a: v for (a, _), v in zip(axes, at, strict=True)}, place, finish)
+                return self._block(
+                    block, {a: v for (a, _), v in zip(axes, at, strict=True)}, place, finish
+                )
 
             return self._parallel([e for _, e in axes], _work(block), task)
         axis, size, count = shared
@@ -153,11 +179,14 @@ class _Rule:
         def group(at: list[Expr]) -> Any:
             start = tirx.min(at[-1] * count, size - count)
             rows = [{axis: start + r} for r in range(count)]
-            return self._block(block, {a: v for (a, _), v in zip(axes, at, strict=False)}, place, finish, rows)
+            return self._block(
+                block, {a: v for (a, _), v in zip(axes, at, strict=False)}, place, finish, rows
+            )
 
         return self._parallel([*(e for _, e in axes), b.ceildiv(size, count)], _work(block), group)
 
-    # --- shared ------------------------------------------------------------------------------------------
+    # --- shared
+    # ------------------------------------------------------------------------------------------
 
     def _block(
         self,
@@ -167,7 +196,7 @@ class _Rule:
         finish: Block | None = None,
         rows: list[dict[Any, Expr]] | None = None,
     ) -> Any:
-        """Return one block's loops with every buffer where ``place`` says, and ``finish`` done on each element."""
+        """Return one block's loops with buffers moved, and ``finish`` done on each element."""
 
         def load(node: Any) -> Any:
             return tirx.BufferLoad(*place(node.source, list(node.indices)))
@@ -178,10 +207,12 @@ class _Rule:
                 target, where = place(block.buffer, index)
                 return tirx.BufferStore(target, value, where)
             target, where = place(finish.buffer, index)
-            var = tirx.Var("done", block.buffer.dtype)
-            rest = cb.replace_loads(finish.value, lambda ld: var if ld.source.same_as(block.buffer) else load(ld))
+            var, bound, done = ep.named("done", str(block.buffer.dtype), value)
+            rest = cb.replace_loads(
+                finish.value, lambda ld: done if ld.source.same_as(block.buffer) else load(ld)
+            )
             at_point = cb.substitute(rest, dict(zip(finish.axes, index, strict=True)))
-            return tirx.BufferStore(target, tirx.Let(var, value, at_point), where)
+            return tirx.BufferStore(target, tirx.Let(var, bound, at_point), where)
 
         moved = replace(block, value=cb.replace_loads(block.value, load))
         if block.combine is None:
@@ -189,12 +220,20 @@ class _Rule:
         return reduction(moved, fixed, store, self.machine, rows)
 
     def _elementwise(self, block: Block) -> Any:
-        """Return a single elementwise block: over flat memory in chunks where all tensors share one shape."""
+        """Return a single elementwise block, over flat memory where all tensors share a shape."""
         reads = cb.loads(block.value)
-        alike = all(ep.same_all(ld.indices, block.axes) and ep.same_all(ld.source.shape, block.extents) for ld in reads)
+        alike = all(
+            ep.same_all(ld.indices, block.axes) and ep.same_all(ld.source.shape, block.extents)
+            for ld in reads
+        )
         index = tirx.Var("i", "int64")
-        views = {x: b.flat(self.renamed[x]) for x in {block.buffer: None, **{ld.source: None for ld in reads}}}
-        value = cb.replace_loads(block.value, lambda ld: tirx.BufferLoad(views[ld.source][0], [index]))
+        views = {
+            x: b.flat(self.renamed[x])
+            for x in {block.buffer: None, **{ld.source: None for ld in reads}}
+        }
+        value = cb.replace_loads(
+            block.value, lambda ld: tirx.BufferLoad(views[ld.source][0], [index])
+        )
         if not alike or any(cb.uses(value, axis) for axis in block.axes):
             return self._alone(block, None, lambda buffer, where: (self.renamed[buffer], where))
         out, total = views[block.buffer][0], b.product(block.extents)
@@ -235,7 +274,9 @@ class _Rule:
         return tirx.IfThenElse(work < b.const(SERIAL_BELOW), b.loop("t", total, task), parallel)
 
 
-def _bind_all(values: list[Expr], body: Callable[[list[Expr]], Any], done: tuple[Expr, ...] = ()) -> Any:
+def _bind_all(
+    values: list[Expr], body: Callable[[list[Expr]], Any], done: tuple[Expr, ...] = ()
+) -> Any:
     if not values:
         return body(list(done))
     return b.bound("x", values[0], lambda var: _bind_all(values[1:], body, (*done, var)))

@@ -1,7 +1,9 @@
-"""What a fused PrimFunc does around its one reduction, read off its blocks without a table of operators.
+"""What a fused PrimFunc does around its one reduction, read off its blocks.
 
-FuseTIR leaves one block an operator: the reduction (the anchor) and then elementwise blocks, each through a buffer.
-``read`` follows those buffers and gives the expression of every output as a function of the anchor's value.
+FuseTIR leaves one block an operator: the reduction (the anchor) and then elementwise blocks, each
+    through a buffer.
+``read`` follows those buffers and gives the expression of every output as a function of the
+anchor's value.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Epilogue:
     anchor: the buffer that the reduction writes.
     outputs: the parameters written, in the order of the function's parameters.
     stages: each buffer that an elementwise block writes, with its expression.
-    reads: parameters read besides the anchor's own operands (bias, residual, ...), in order of parameters.
+    reads: parameters read besides the anchor's own operands (bias, residual, ...), in order of
+        parameters.
     """
 
     anchor: Buffer
@@ -50,14 +53,18 @@ class Epilogue:
     _uses: dict[Any, int] = field(default_factory=dict)
 
     def stores(
-        self, value: Expr, indices: Sequence[Expr], remap: Callable[[Buffer, list[Expr]], Expr] | None = None
+        self,
+        value: Expr,
+        indices: Sequence[Expr],
+        remap: Callable[[Buffer, list[Expr]], Expr] | None = None,
     ) -> tuple[list[Any], list[tuple[Buffer, Expr]]]:
-        """Return what to compute first (Bind statements) and the value of each output at ``indices``.
+        """Return what to compute first (Binds) and the value of each output at ``indices``.
 
         Parameters
         ----------
         value: the anchor's finished value at ``indices``, in the anchor's dtype.
-        indices: index into the anchor, one expression a dimension; outputs are written at the same ones.
+        indices: index into the anchor, one expression a dimension; outputs are written at the same
+            ones.
         remap: how to read a parameter at some indices; a plain load where not given.
         """
         walk = _Walk(self, value, list(indices), remap or (lambda b, i: tirx.BufferLoad(b, i)))
@@ -74,12 +81,15 @@ class Fused:
 
 
 def read(func: tirx.PrimFunc) -> Fused | None:
-    """Take a PrimFunc apart, or return None where it is not one reduction followed by elementwise blocks.
+    """Take a PrimFunc apart; None where it is not one reduction, then elementwise blocks.
 
-    Every elementwise block must read the anchor at its own point, so that outputs can be stored tile by tile.
+    Every elementwise block must read the anchor at its own point, so that outputs can be stored
+    tile by tile.
     """
     found = blocks(func)
-    anchors = [b for b in found or () if any(v.iter_type == tirx.IterVar.CommReduce for v in b.iter_vars)]
+    anchors = [
+        b for b in found or () if any(v.iter_type == tirx.IterVar.CommReduce for v in b.iter_vars)
+    ]
     if found is None or len(anchors) != 1:
         return None
     anchor = anchors[0].writes[0].source
@@ -98,15 +108,19 @@ def read(func: tirx.PrimFunc) -> Fused | None:
 
 
 def digest(func: tirx.PrimFunc) -> str:
-    """Return a short hash of what a PrimFunc computes: names, attributes and the process do not enter."""
+    """Return a short hash of what a PrimFunc computes; names and attributes do not enter."""
     bare = tirx.PrimFunc(func.params, func.body)
-    return hashlib.sha256(str(tvm_ffi.structural_hash(bare, map_free_vars=True)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        str(tvm_ffi.structural_hash(bare, map_free_vars=True)).encode()
+    ).hexdigest()[:16]
 
 
 class _Walk:
     """Evaluates outputs at one point; a value that is used more than once is computed once."""
 
-    def __init__(self, epilogue: Epilogue, value: Expr, indices: list[Expr], load: Callable[..., Expr]) -> None:
+    def __init__(
+        self, epilogue: Epilogue, value: Expr, indices: list[Expr], load: Callable[..., Expr]
+    ) -> None:
         self.epilogue, self.value, self.indices, self.load = epilogue, value, indices, load
         self.binds: list[Any] = []
         self.known: dict[Any, list[tuple[list[Expr], Expr]]] = {}
@@ -124,9 +138,8 @@ class _Walk:
                 return value
         value = self._evaluate(stage.value, dict(zip(stage.axes, indices, strict=True)))
         if self.epilogue._uses.get(buffer, 0) > 1:
-            var = tirx.Var(buffer.name, buffer.dtype)
-            self.binds.append(tirx.Bind(var, value))
-            value = var
+            var, bound, value = named(buffer.name, str(buffer.dtype), value)
+            self.binds.append(tirx.Bind(var, bound))
         self.known.setdefault(buffer, []).append((indices, value))
         return value
 
@@ -144,7 +157,9 @@ class _NotPointwise(Exception):
 
 def _pointwise(epilogue: Epilogue) -> bool:
     shape = epilogue.anchor.shape
-    if any(len(out.shape) != len(shape) or not same_all(out.shape, shape) for out in epilogue.outputs):
+    if any(
+        len(out.shape) != len(shape) or not same_all(out.shape, shape) for out in epilogue.outputs
+    ):
         return False
     point = [tirx.Var(f"i{d}", "int64") for d in range(len(shape))]
     try:
@@ -155,7 +170,7 @@ def _pointwise(epilogue: Epilogue) -> bool:
 
 
 def blocks(func: tirx.PrimFunc) -> list[Any] | None:
-    """Return the blocks under the root in order, or None where one sits in loops other than its own, all plain."""
+    """Return the blocks under the root in order, or None where the loops are not plain."""
     found: list[Any] = []
     root = getattr(func.body, "block", None)
     if not isinstance(root, SBlock):
@@ -176,7 +191,22 @@ def _plain(realize: Any, loops: list[Any]) -> bool:
     return same_all(values, loops) and isinstance(realize.predicate, tirx.IntImm)
 
 
-def _count_loads(stages: dict[Any, Stage], params: Sequence[Any]) -> tuple[dict[Any, int], tuple[Any, ...]]:
+def named(name: str, dtype: str, value: Expr) -> tuple[Any, Expr, Expr]:
+    """Return a variable, what to bind it to, and the expression that then stands for ``value``.
+
+    A bfloat16 value is kept as float32: TVM's BF16ComputeLegalize changes bound values' types but
+    not those of their variables.
+    """
+    if dtype != "bfloat16":
+        var = tirx.Var(name, dtype)
+        return var, value, var
+    var = tirx.Var(name, "float32")
+    return var, tirx.Cast("float32", value), tirx.Cast("bfloat16", var)
+
+
+def _count_loads(
+    stages: dict[Any, Stage], params: Sequence[Any]
+) -> tuple[dict[Any, int], tuple[Any, ...]]:
     uses: dict[Any, int] = {}
     for stage in stages.values():
 

@@ -1,7 +1,8 @@
-"""Elementary functions for llvm as straight-line arithmetic, so that LLVM vectorizes the loops they stand in.
+"""Elementary functions for llvm as straight-line arithmetic, which LLVM vectorizes.
 
-LLVM turns a vector ``exp``, ``tanh`` or ``erf`` into one library call a lane. The forms here are polynomials
-and rational functions with selects, right over the whole range: NaN and infinities come out as in PyTorch.
+LLVM turns a vector ``exp``, ``tanh`` or ``erf`` into one library call a lane. The forms here are
+polynomials and rational functions with selects, right over the whole range: NaN and infinities come
+    out as in PyTorch.
 ``sqrt`` and ``rsqrt`` are instructions already; trigonometric functions keep the library call.
 """
 
@@ -14,10 +15,19 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvmcap.kernel.epilogue import named
+
 Expr = Any
 
 # Cephes expf (S. Moshier, netlib.org/cephes): exp(r) on |r| <= ln(2)/2, relative error below 1 ulp.
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP_MAX, _EXP_MIN = 89.0, -104.0
 # Adding 1.5 * 2**23 leaves the nearest integer in the low bits of a float32.
@@ -25,10 +35,17 @@ _ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
 
 # Cephes tanhf: x + x**3 * P(x*x) below 0.625, else 1 - 2 / (exp(2x) + 1), which is one beyond 9.02.
 _TANH_SMALL, _TANH_MAX = 0.625, 10.0
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+_TANH = (
+    -5.70498872745e-3,
+    2.06390887954e-2,
+    -5.37397155531e-2,
+    1.33314422036e-1,
+    -3.33332819422e-1,
+)
 
-# N. Juffa, "Efficient faithful erff" (forums.developer.nvidia.com, 2011, and stackoverflow.com/a/35148199):
-# x + x * P(x*x) below 475/512, else 1 - exp(-t - t * Q(t)) with t = |x|; one beyond 3.92. Below 1 ulp.
+# N. Juffa, "Efficient faithful erff" (forums.developer.nvidia.com, 2011, and
+# stackoverflow.com/a/35148199): x + x * P(x*x) below 475/512, else 1 - exp(-t - t * Q(t)) with t =
+# |x|; one beyond 3.92. Below 1 ulp.
 _ERF_SMALL, _ERF_MAX = 0.927734375, 4.0
 _ERF = (
     -5.96761703e-4,
@@ -63,12 +80,16 @@ _LOG = (
 
 
 def expand(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return ``func`` with its float elementary functions written out; 16-bit ones compute in float32."""
-    return func.with_body(tvm_ffi.structural_map(func.body, (tvm.ir.Call, _rewrite)))
+    """Return ``func`` with float elementary functions written out, 16-bit ones in float32.
+
+    ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does.
+    """
+    forms = ((tvm.ir.Call, _rewrite), (tirx.Max, _max), (tirx.Min, _min))
+    return func.with_body(tvm_ffi.structural_map(func.body, forms))
 
 
 def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures that no PrimFunc calls a float elementary function that LLVM would leave to the C library."""
+    """Ensures that PrimFuncs call no float function that LLVM would leave to the C library."""  # noqa: D401
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
             mod = mod.clone()
@@ -88,6 +109,26 @@ def _rewrite(call: Any) -> Expr:
     return result if dtype == "float32" else tirx.Cast(dtype, result)
 
 
+def _max(node: Any) -> Expr:
+    return _extreme(node, lambda x, y: x > y)
+
+
+def _min(node: Any) -> Expr:
+    return _extreme(node, lambda x, y: x < y)
+
+
+def _extreme(node: Any, wins: Callable[[Expr, Expr], Expr]) -> Expr:
+    """Return ``b`` if it wins, else ``a``: a NaN in a stays, one in b is asked for."""
+    a, b = (node.b, node.a) if isinstance(node.a, tirx.FloatImm) else (node.a, node.b)
+    if not str(node.ty).startswith(("float", "bfloat")):
+        return node
+    if isinstance(b, tirx.FloatImm):
+        return _let(a, lambda a: tirx.Select(wins(b, a), b, a))
+    return _let(
+        a, lambda a: _let(b, lambda b: tirx.Select(tirx.Or(wins(b, a), tirx.isnan(b)), b, a))
+    )
+
+
 def _f(value: float) -> Expr:
     return tirx.FloatImm("float32", value)
 
@@ -97,8 +138,11 @@ def _i(value: int) -> Expr:
 
 
 def _let(value: Expr, body: Callable[[Expr], Expr]) -> Expr:
-    var = tirx.Var("v", str(value.ty))
-    return tirx.Let(var, value, body(var))
+    """Name a value that is used more than once; a load is its own name."""
+    if isinstance(value, (tirx.Var, tirx.FloatImm, tvm.ir.TensorLoad)):
+        return body(value)
+    var, bound, use = named("v", str(value.ty), value)
+    return tirx.Let(var, bound, body(use))
 
 
 def _poly(x: Expr, coefficients: Sequence[float]) -> Expr:
@@ -123,10 +167,13 @@ def _power_of_two(n: Expr) -> Expr:
 
 
 def _exp(x: Expr) -> Expr:
-    """Over the whole range: 2**n goes on in two steps, so that subnormal results are rounded once."""
+    """Over the whole range: 2**n in two steps, so that subnormals are rounded once."""
 
     def scale(p: Expr, n: Expr) -> Expr:
-        return _let(tirx.shift_right(n, _i(1)), lambda half: p * _power_of_two(half) * _power_of_two(n - half))
+        return _let(
+            tirx.shift_right(n, _i(1)),
+            lambda half: p * _power_of_two(half) * _power_of_two(n - half),
+        )
 
     return _exp_reduced(_clamp(x, _EXP_MIN, _EXP_MAX), scale)
 
@@ -142,9 +189,13 @@ def _exp_reduced(x: Expr, scale: Callable[[Expr, Expr], Expr]) -> Expr:
     def reduced(x: Expr, t: Expr) -> Expr:
         rest = _let(t - _f(_ROUND), lambda n: x - n * _f(_LN2_HIGH) - n * _f(_LN2_LOW))
         bits = tirx.reinterpret("int32", t) - _i(_ROUND_BITS)
-        return _let(bits, lambda n: _let(rest, lambda r: scale(_poly(r, _EXP) * (r * r) + r + _f(1.0), n)))
+        return _let(
+            bits, lambda n: _let(rest, lambda r: scale(_poly(r, _EXP) * (r * r) + r + _f(1.0), n))
+        )
 
-    return _let(x, lambda x: _let(x * _f(1.44269504088896341) + _f(_ROUND), lambda t: reduced(x, t)))
+    return _let(
+        x, lambda x: _let(x * _f(1.44269504088896341) + _f(_ROUND), lambda t: reduced(x, t))
+    )
 
 
 def _sigmoid(x: Expr) -> Expr:
@@ -199,7 +250,12 @@ def _log(x: Expr) -> Expr:
         def parts(o: Expr) -> Expr:
             mantissa = tirx.bitwise_and(o, _i(0x007FFFFF)) + _i(0x3F3504F3)
             exponent = tirx.Cast("float32", tirx.shift_right(o, _i(23))) + shift
-            return _let(exponent, lambda e: _let(tirx.reinterpret("float32", mantissa) - _f(1.0), lambda r: sum_up(r, e)))
+            return _let(
+                exponent,
+                lambda e: _let(
+                    tirx.reinterpret("float32", mantissa) - _f(1.0), lambda r: sum_up(r, e)
+                ),
+            )
 
         return _let(offset, parts)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -62,6 +62,11 @@ class TuneRun:
     def interrupted(self) -> bool:
         """Whether the user stopped the run."""
         return self.stopped == "interrupted"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data; ``tasks`` holds the results."""
+        data = asdict(self)
+        return {"tasks": data.pop("results"), **data}
 
     def __str__(self) -> str:
         """Return a table for people."""

@@ -48,7 +48,7 @@ class Task:
     func: Any = field(repr=False)
     count: int
     template: Any = field(repr=False)
-    problem: Any
+    problem: Any = field(repr=False)
     vars: tuple[SizeVar, ...]
     key: TaskKey
     workload: dict[str, Any] = field(repr=False)
@@ -201,18 +201,19 @@ def extract(mod: Any, target: Any, find: Find) -> list[Task]:
     target: the target that templates are matched for.
     find: picks a template and its problem for a PrimFunc.
     """
-    found: dict[TaskKey, Task] = {}
+    found: dict[tuple[TaskKey, str], Task] = {}
     bounds = _bounds(mod)
     for gvar, args in _calls(mod):
         func, name = mod[gvar], gvar.name_hint
         if "tirx.is_scheduled" in func.attrs:
             continue
         task = _task(name, func, target, find, _own_bounds(func, args, bounds))
-        old = found.get(task.key)
+        identity = (task.key, structure(func))  # a template's key leaves the rows out
+        old = found.get(identity)
         if old is not None:
             names = tuple(dict.fromkeys([*old.names, name]))
             task = Task(**{**vars(old), "count": old.count + 1, "names": names})
-        found[task.key] = task
+        found[identity] = task
     return [task for task in found.values() if _worth(task)]
 
 
@@ -231,8 +232,7 @@ def _task(
     pair = find(func, target)
     if pair is None:
         template = problem = None
-        plain = tirx.PrimFunc(func.params, func.body, func.ret_type).with_attr("s_tir", True)
-        workload: dict[str, Any] = {"func": f"{tvm_ffi.structural_hash(plain) & (2**64 - 1):016x}"}
+        workload: dict[str, Any] = {"func": structure(func)}
         key = TaskKey("trace", digest(workload))
     else:
         from tvmcap.kernel.template import source_hash
@@ -242,6 +242,12 @@ def _task(
         workload.pop("rows", None)
         key = TaskKey("template", digest(workload), template.name, source_hash(template))
     return Task(name, func, 1, template, problem, free, key, workload, (name,))
+
+
+def structure(func: Any) -> str:
+    """Return the structural hash of a PrimFunc, whatever its attributes and names."""
+    plain = tirx.PrimFunc(func.params, func.body, func.ret_type).with_attr("s_tir", True)
+    return f"{tvm_ffi.structural_hash(plain) & (2**64 - 1):016x}"
 
 
 def _worth(task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""Template: a hand-written search space for one family of kernels, and its knobs as canonical JSON."""
+"""Template: a hand-written search space for one family of kernels; knobs as canonical JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tvmcap.base.errors import RecordError
 
 
 class Problem(Protocol):
-    """What a template read off a PrimFunc it matched; a small frozen dataclass of the template's own."""
+    """What a template read off a PrimFunc it matched; a frozen dataclass of its own."""
 
     @property
     def rows(self) -> Any:
         """Extent (int, or a PrimExpr of symbolic dimensions) by which knobs may be chosen."""
 
     def key(self) -> dict[str, Any]:
-        """Return plain JSON that identifies the workload apart from the sizes of symbolic dimensions."""
+        """Return plain JSON that identifies the workload but for symbolic sizes."""
 
     def flops(self, sizes: Mapping[str, int]) -> float:
-        """Return the floating-point operations of one run at the given sizes of the symbolic dimensions."""
+        """Return the floating-point operations of one run at the given sizes."""
 
     def bytes(self, sizes: Mapping[str, int]) -> float:
         """Return the bytes that one run must at least read and write at the given sizes."""
@@ -34,7 +34,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Template:
-    """A family of kernels: which PrimFuncs it fits, what can be chosen, and how a choice is lowered.
+    """A family of kernels: what it fits, what can be chosen, and how a choice is lowered.
 
     Attributes
     ----------
@@ -44,11 +44,14 @@ class Template:
     space: every setting of the knobs that can run, for ``(problem, target)``.
     default: the setting used where no record exists.
     lower: ``(func, problem, knobs, target)`` to the scheduled PrimFunc with the same parameters.
-    features: ``(problem, knobs, target)`` to a float32 array of shape (number of knobs, number of features).
+    features: ``(problem, knobs, target)`` to a float32 array of shape (number of knobs, number of
+        features).
     feature_names: one name a column of ``features``.
     variants: several kernels of one library may split the range of ``problem.rows``.
-    ranges: the defaults of a symbolic ``problem.rows`` as (largest rows or None, knobs); None: ``default`` for all.
-    modules: names of the modules whose source, with that of ``lower``, decides what a setting means.
+    ranges: the defaults of a symbolic ``problem.rows`` as (largest rows or None, knobs); None:
+        ``default`` for all.
+    modules: names of the modules whose source, with that of ``lower``, decides what a setting
+        means.
     """
 
     name: str
@@ -68,7 +71,7 @@ class Template:
         return json.dumps(asdict(knobs), sort_keys=True, separators=(",", ":"))
 
     def knobs_from_json(self, text: str) -> Any:
-        """Read what ``knobs_to_json`` wrote; raises RecordError for another set of fields or kinds of value."""
+        """Read what ``knobs_to_json`` wrote; raises RecordError for other fields or kinds."""
         try:
             data = json.loads(text)
             kinds = {f.name: str(getattr(f.type, "__name__", f.type)) for f in fields(self.knobs)}
@@ -76,11 +79,13 @@ class Template:
                 raise TypeError(f"expected the fields {kinds}")
             return self.knobs(**data)
         except (ValueError, TypeError, AttributeError) as e:
-            raise RecordError(f"{text!r} is no setting of the template {self.name!r} ({e}); tune again") from e
+            raise RecordError(
+                f"{text!r} is no setting of the template {self.name!r} ({e}); tune again"
+            ) from e
 
 
 def source_hash(template: Template) -> str:
-    """Return the sha256 of the source of the template's modules: a record made with another one is stale."""
+    """Return the sha256 of the source of the template's modules; records carry it."""
     digest = hashlib.sha256()
     for name in sorted({template.lower.__module__, *template.modules}):
         digest.update(inspect.getsource(importlib.import_module(name)).encode())

@@ -264,7 +264,7 @@ class Run:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make Ctrl-C end in KeyboardInterrupt: out of a callback of TVM's it comes as another error."""
+    """Make Ctrl-C end in KeyboardInterrupt, also where TVM turns it into another error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -92,7 +92,21 @@ def assign(slots: Sequence[Slot]) -> list[Storage]:
 
 def unit_text(unit: tuple[Any, ...]) -> str:
     """Write symbolic factors as a size expression; "" where there are none."""
-    return " * ".join(f"({factor})" for factor in unit)
+    return " * ".join(f"({_size_text(factor)})" for factor in unit)
+
+
+_SIGNS = {tirx.Add: "+", tirx.Sub: "-", tirx.Mul: "*", tirx.FloorDiv: "//", tirx.FloorMod: "%"}
+
+
+def _size_text(expr: Any) -> str:
+    """Write an extent by the names of its dimensions: TVM's printer renames those called T, R or I."""
+    if isinstance(expr, tirx.Var | tirx.IntImm):
+        return str(expr.name if isinstance(expr, tirx.Var) else int(expr))
+    if type(expr) in _SIGNS:
+        return f"({_size_text(expr.a)} {_SIGNS[type(expr)]} {_size_text(expr.b)})"
+    if isinstance(expr, tirx.Min | tirx.Max):
+        return f"{type(expr).__name__.lower()}({_size_text(expr.a)}, {_size_text(expr.b)})"
+    return str(expr)
 
 
 def measure(shape: Sequence[Any], dtype: str) -> tuple[int, tuple[Any, ...]]:
@@ -247,12 +261,14 @@ def _launch(mod: tvm.IRModule, gvar: Any, args: list[Any], results: list[Any]) -
     """The call of one kernel: direct, or chosen among variants by the number of rows of its first result.
 
     The attribute ``tvmcap.variants`` of a kernel lists [bound, name] by rising bound; the kernel itself serves the rest.
+    Rows are the dimensions of the first result but the last and the first ``tvmcap.lead`` (a batch).
     """
     func = mod[gvar]
     variants = list((func.attrs or {}).get("tvmcap.variants", []))
     call = _call(mod, gvar, args)
     rows = tirx.const(1, "int64")
-    for extent in results[0].ty.shape.values[:-1]:
+    lead = int((func.attrs or {}).get("tvmcap.lead", 0))
+    for extent in results[0].ty.shape.values[lead:-1]:
         rows = rows * extent
     rows = Analyzer().simplify(rows)
     for bound, name in reversed(variants):

@@ -1,0 +1,216 @@
+"""The register tile of the CPU GEMM, and the copies that bring other layouts of B into panels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from tvmcap.schedules import cpu_build as b
+
+Expr = Any
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Choices of the CPU GEMM.
+
+    Attributes
+    ----------
+    mr: rows of a full register tile.
+    nv: vectors of a full register tile's row; a panel holds a multiple of it.
+    mc: most rows of one task.
+    kc: steps of K between two visits of the accumulators' memory; 0 for all of K.
+    unroll: steps of K a turn of the innermost loop.
+    order: "n" for panels outermost, "m" for blocks of rows outermost.
+    direct: at most so many rows read a row-major B in place; more pack its panels first.
+    """
+
+    mr: int
+    nv: int
+    mc: int
+    kc: int
+    unroll: int
+    order: str
+    direct: int
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Where a panel of B lies: element (k, j) is ``buffer[base + k * stride + j]``."""
+
+    buffer: Any
+    base: Expr
+    stride: Expr
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Multiplies rows of A by a panel.
+
+    Attributes
+    ----------
+    knobs: the setting.
+    lanes, registers: of the target.
+    width: columns of a panel.
+    a, k: flat view of A and the length of its rows.
+    kc: steps of one block of K.
+    fresh: sums start at zero; else they go on from the tile's memory.
+    """
+
+    knobs: Knobs
+    lanes: int
+    registers: int
+    width: int
+    a: Any
+    k: Expr
+    kc: Expr
+    fresh: bool
+
+    def rows(self, panel: Panel, a0: Expr, left: Expr, kl: Expr, memory: Any, most: int) -> Any:
+        """Return the loop over full tiles of ``most`` rows, and one tile of the rows that remain.
+
+        A's element (i, k) is ``a[a0 + i * K + k]``; the sums go to ``memory[i * width + j]``.
+        """
+
+        def part(i: Expr, r: int) -> Any:
+            return self._columns(panel, a0 + i * self.k, r, kl, memory, i * self.width)
+
+        full = b.loop("i", tirx.truncdiv(left, most), lambda i: part(i * most, most))
+        done, remain = tirx.truncdiv(left, most) * most, tirx.truncmod(left, most)
+        rest = None
+        for r in range(1, most):
+            rest = tirx.IfThenElse(tirx.EQ(remain, b.const(r)), part(done, r), rest)
+        return b.seq(full, rest)
+
+    def _columns(self, panel: Panel, a0: Expr, r: int, kl: Expr, memory: Any, at: Expr) -> Any:
+        """Return ``r`` rows by the panel, as few register tiles wide as the registers allow."""
+        vectors = self.width // self.lanes
+        fits = r < self.knobs.mr and (r + 1) * vectors + 1 <= self.registers
+        count = vectors if fits else self.knobs.nv
+
+        def tile(h: Expr) -> Any:
+            shift = h * (count * self.lanes)
+            shifted = Panel(panel.buffer, panel.base + shift, panel.stride)
+            return self._tile(shifted, a0, r, count, kl, memory, at + shift)
+
+        return b.loop("h", vectors // count, tile)
+
+    def _tile(
+        self, panel: Panel, a0: Expr, r: int, count: int, kl: Expr, memory: Any, at: Expr
+    ) -> Any:
+        """Return the branch-free kernel: ``r`` rows by ``count`` vectors over ``kl`` steps of K."""
+        lanes = self.lanes
+        acc = tirx.decl_buffer((r * count,), f"float32x{lanes}", "acc", scope="local")
+        spots = [(i, v, b.const(i * count + v)) for i in range(r) for v in range(count)]
+        places = {(i, v): b.lanes(at + (i * self.width + v * lanes), lanes) for i, v, _ in spots}
+
+        def start(i: int, v: int) -> Expr:
+            return (
+                tirx.Broadcast(zero(), lanes)
+                if self.fresh
+                else tirx.BufferLoad(memory, [places[i, v]])
+            )
+
+        def step(k: Expr) -> list[Any]:
+            base = panel.base + k * panel.stride
+            left = [tirx.Broadcast(_float(self.a, a0 + i * self.k + k), lanes) for i in range(r)]
+            right = [
+                _float(panel.buffer, b.lanes(base + v * lanes, lanes), f"x{lanes}")
+                for v in range(count)
+            ]
+            return [
+                tirx.BufferStore(acc, tirx.BufferLoad(acc, [s]) + left[i] * right[v], [s])
+                for i, v, s in spots
+            ]
+
+        unroll = self.knobs.unroll if _divides(self.knobs.unroll, self.k, self.kc) else 1
+        return b.seq(
+            tirx.AllocBuffer(acc),
+            *(tirx.BufferStore(acc, start(i, v), [s]) for i, v, s in spots),
+            b.loop(
+                "k",
+                tirx.truncdiv(kl, b.const(unroll)),
+                lambda k: b.seq(*(s for u in range(unroll) for s in step(k * unroll + u))),
+            ),
+            *(
+                tirx.BufferStore(memory, tirx.BufferLoad(acc, [s]), [places[i, v]])
+                for i, v, s in spots
+            ),
+        )
+
+
+def copy_rows(
+    view: Any,
+    row: Callable[[Expr], Expr],
+    steps: Expr,
+    columns: Expr,
+    packed: Any,
+    lanes: int,
+    width: int,
+) -> Any:
+    """Return the packing of a panel whose row ``k`` starts at ``view[row(k)]``."""
+
+    def whole(k: Expr) -> Any:
+        return b.seq(
+            *(
+                tirx.BufferStore(
+                    packed,
+                    tirx.BufferLoad(view, [b.lanes(row(k) + v, lanes)]),
+                    [b.lanes(k * width + v, lanes)],
+                )
+                for v in range(0, width, lanes)
+            )
+        )
+
+    return _copy(
+        b.loop("k", steps, whole), lambda k, j: row(k) + j, view, steps, columns, packed, width
+    )
+
+
+def copy_columns(
+    view: Any, column: Callable[[Expr], Expr], steps: Expr, columns: Expr, packed: Any, width: int
+) -> Any:
+    """Return the packing of a panel whose column ``j`` starts at ``view[column(j)]``."""
+
+    def line(j: Expr, k: Expr) -> Any:
+        return tirx.BufferStore(packed, tirx.BufferLoad(view, [column(j) + k]), [k * width + j])
+
+    whole = b.loop("k", steps, lambda k: b.loop("j", width, lambda j: line(j, k)))
+    return _copy(whole, lambda k, j: column(j) + k, view, steps, columns, packed, width)
+
+
+def _copy(
+    whole: Any,
+    at: Callable[[Expr, Expr], Expr],
+    view: Any,
+    steps: Expr,
+    columns: Expr,
+    packed: Any,
+    width: int,
+) -> Any:
+    """Return ``whole`` for full panels, an element by element copy for the last one."""
+
+    def element(k: Expr, j: Expr) -> Any:
+        nothing = tirx.FloatImm(packed.dtype, 0.0)
+        value = tirx.if_then_else(j < columns, tirx.BufferLoad(view, [at(k, j)]), nothing)
+        return tirx.BufferStore(packed, value, [k * width + j])
+
+    partial = b.loop("k", steps, lambda k: b.loop("j", width, lambda j: element(k, j)))
+    return tirx.IfThenElse(columns >= b.const(width), whole, partial)
+
+
+def zero() -> Expr:
+    """Return a float32 zero."""
+    return tirx.FloatImm("float32", 0.0)
+
+
+def _float(buffer: Any, index: Expr, lanes: str = "") -> Expr:
+    value = tirx.BufferLoad(buffer, [index])
+    return value if str(buffer.dtype) == "float32" else tirx.Cast(f"float32{lanes}", value)
+
+
+def _divides(unroll: int, *extents: Any) -> bool:
+    return all(isinstance(e, tirx.IntImm) and e.value % unroll == 0 for e in extents)

@@ -1,0 +1,178 @@
+"""The loop-nest rule never changes results, whatever the operator and the size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax, tirx
+from tvm.script import tirx as T
+
+from tvmcap.kernel import cpu_rules
+from tvmcap.kernel.intrinsics import expand
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+CPU = tvm.get_global_func("target.llvm_get_system_cpu")()
+TARGET = tvm.target.Target({"kind": "llvm", "mcpu": CPU, "num-cores": 2})
+FUSE = (
+    relax.transform.LegalizeOps,
+    relax.transform.AnnotateTIROpPattern,
+    relax.transform.FoldConstant,
+    relax.transform.FuseOps,
+    relax.transform.FuseTIR,
+    relax.transform.DeadCodeElimination,
+)
+
+
+def compiled(fn, args, dynamic):
+    """Return ``fn`` fused, scheduled by the rule and compiled, as a function of tensors."""
+    from tvm.relax.frontend.torch import from_exported_program
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return fn(*inputs)
+
+    program = torch.export.export(Module(), args, dynamic_shapes={"inputs": dynamic})
+    mod = from_exported_program(program, unwrap_unit_return_tuple=True)
+    with TARGET:
+        mod = tvm.transform.Sequential([p() for p in FUSE])(mod)
+    for name, func in mod.functions_items():
+        if isinstance(func, tirx.PrimFunc):
+            scheduled = cpu_rules.schedule(func, TARGET)
+            assert scheduled.attrs["tirx.is_scheduled"]
+            assert all(p.data_alignment == 16 for p in scheduled.params if tirx.is_buffer_var(p))
+            mod.update_func(name, expand(scheduled))
+    main = relax.VirtualMachine(tvm.compile(mod, TARGET), tvm.cpu())["main"]
+    return lambda *inputs: torch.from_numpy(
+        main(*(tvm.runtime.tensor(x.numpy()) for x in inputs)).numpy()
+    )
+
+
+def randn(*shape):
+    """Return normal values, the same for the same shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+
+
+B, S = torch.export.Dim("B"), torch.export.Dim("S")
+CASES = {
+    "gelu": (lambda x: F.gelu(x), [(8, 2048)], ({0: B},), [(1, 300)]),
+    "bias": (lambda x, b: torch.tanh(x + b), [(8, 100), (100,)], ({0: B}, None), [1, 900]),
+    "layer_norm": (
+        lambda x, w, b: F.layer_norm(x, (77,), w, b),
+        [(8, 3, 77), (77,), (77,)],
+        ({0: B}, None, None),
+        [1, 50],
+    ),
+    "rms_norm": (
+        lambda x, w: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w,
+        [(8, 130), (130,)],
+        ({0: B}, None),
+        [1, 300],
+    ),
+    "conv": (
+        lambda x, w, b: F.relu(F.conv2d(x, w, b, padding=1)),
+        [(4, 5, 19, 19), (10, 5, 3, 3), (10,)],
+        ({0: B}, None, None),
+        [1, 9],
+    ),
+    "conv_1x1": (lambda x, w: F.conv2d(x, w), [(4, 5, 7, 7), (6, 5, 1, 1)], ({0: B}, None), [1]),
+    "conv_stride": (
+        lambda x, w: F.conv2d(x, w, stride=2, padding=1),
+        [(4, 3, 33, 33), (10, 3, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "conv_depthwise": (
+        lambda x, w: F.conv2d(x, w, padding=1, groups=8),
+        [(4, 8, 11, 11), (8, 1, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "max_pool": (lambda x: F.max_pool2d(x, 2), [(4, 6, 18, 18)], ({0: B},), [1, 40]),
+    "mean": (lambda x: x.mean((2, 3)), [(4, 6, 13, 13)], ({0: B},), [1, 300]),
+    "column_sum": (lambda x: x.sum(0), [(40, 213)], ({0: B},), [2, 700]),
+    "total": (lambda x: x.sum(), [(40, 213)], ({0: B},), [2, 300]),
+    "transpose": (lambda x: x.transpose(1, 2) * 2, [(4, 17, 50)], ({0: B},), [1, 90]),
+    "matmul": (lambda x, w: x @ w, [(6, 100), (100, 130)], ({0: B}, None), [1, 70]),
+    "compare": (lambda x: torch.where(x > 1, x, -x) + (x > 0), [(8, 129)], ({0: B},), [1, 400]),
+}
+
+
+def test_bfloat16_chain():
+    """Values named inside a bfloat16 expression keep their meaning."""
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((5, 40), "bfloat16"))
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            y = bb.emit(relax.op.exp(x))
+            out = bb.emit_output(relax.op.add(relax.op.multiply(y, y), relax.op.maximum(y, x)))
+        bb.emit_func_output(out)
+    with TARGET:
+        mod = tvm.transform.Sequential([p() for p in FUSE])(bb.get())
+    for name, func in mod.functions_items():
+        if isinstance(func, tirx.PrimFunc):
+            mod.update_func(name, expand(cpu_rules.schedule(func, TARGET)))
+    value = randn(5, 40).bfloat16()
+    main = relax.VirtualMachine(tvm.compile(mod, TARGET), tvm.cpu())["main"]
+    got, y = main(value), torch.exp(value.float())
+    torch.testing.assert_close(
+        got.float(), y * y + torch.maximum(y, value.float()), atol=0.1, rtol=0.02
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_batch(name):
+    """One kernel agrees with PyTorch at the example's batch and at others."""
+    fn, shapes, dynamic, batches = CASES[name]
+    main = compiled(fn, tuple(randn(*s) for s in shapes), dynamic)
+    for batch in [shapes[0][0], *(b[0] if isinstance(b, tuple) else b for b in batches)]:
+        args = [randn(batch, *shapes[0][1:]), *(randn(*s) for s in shapes[1:])]
+        torch.testing.assert_close(main(*args), fn(*args), atol=1e-4, rtol=1e-4)
+
+
+def test_softmax_with_symbolic_reduction():
+    """The reduced dimension is symbolic too: below, at and above multiples of a vector."""
+    main = compiled(lambda x: F.softmax(x, -1), (randn(3, 4, 37),), ({0: B, 2: S},))
+    for batch, size in ((1, 1), (2, 15), (2, 16), (3, 65), (40, 200)):
+        x = randn(batch, 4, size)
+        torch.testing.assert_close(main(x), F.softmax(x, -1))
+    x[0, 0, 3] = float("nan")
+    x[0, 1, 4] = float("inf")
+    torch.testing.assert_close(main(x), F.softmax(x, -1), equal_nan=True)
+
+
+def test_max_pool_keeps_nan():
+    """A NaN in a window is the window's result."""
+    main = compiled(lambda x: F.relu(F.max_pool2d(x, 2)), (randn(2, 3, 8, 8),), ({0: B},))
+    x = randn(2, 3, 8, 8)
+    x[0, 1, 2, 3] = x[1, 0, 0, 0] = float("nan")
+    torch.testing.assert_close(main(x), F.relu(F.max_pool2d(x, 2)), equal_nan=True)
+
+
+@T.prim_func(private=True, s_tir=True)
+def running(x: T.Buffer((T.int64(64),), "float32"), y: T.Buffer((T.int64(64),), "float32")):
+    """A scan: the block reads what it wrote before."""
+    for i in range(T.int64(64)):
+        with T.sblock("scan"):
+            vi = T.axis.opaque(T.int64(64), i)
+            y[vi] = x[vi] + T.if_then_else(vi > T.int64(0), y[vi - T.int64(1)], T.float32(0))
+
+
+def test_unknown_form_stays_serial(caplog):
+    """A function of another form keeps its loops, is right, and says so at debug level."""
+    with caplog.at_level("DEBUG", logger="tvmcap"):
+        func = cpu_rules.schedule(running, TARGET)
+    assert "stay serial" in caplog.text and "parallel" not in func.script()
+    x = np.random.default_rng(1).standard_normal(64).astype("float32")
+    out = tvm.runtime.tensor(np.zeros(64, "float32"))
+    tvm.compile(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), TARGET)["main"](
+        tvm.runtime.tensor(x), out
+    )
+    np.testing.assert_allclose(out.numpy(), np.cumsum(x), atol=1e-5)
+
+
+def test_other_targets_are_left():
+    """The rule is for llvm alone."""
+    assert cpu_rules.schedule(running, tvm.target.Target({"kind": "c"})) is None

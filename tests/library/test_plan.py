@@ -1,0 +1,335 @@
+"""The plan: outputs in place, intermediates in shared storage, never two that are alive together in one."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.script import tirx as T
+
+from tests.planned import calls, fused, live_bytes, machine, mlp, mlp_reference, planned, run
+from tvmcap import pipeline
+from tvmcap.base.errors import ContractError
+from tvmcap.base.signature import evaluate
+from tvmcap.graph.rewrite import is_op
+from tvmcap.library.plan import ALIGN, Slot, assign, is_launch, measure, plan, unit_text
+
+
+@I.ir_module
+class Before:
+    @T.prim_func(private=True, s_tir=True)
+    def double(xh: T.handle, oh: T.handle):
+        B = T.int64()
+        x = T.match_buffer(xh, (B, T.int64(16)))
+        o = T.match_buffer(oh, (B, T.int64(16)))
+        for i, j in T.grid(B, T.int64(16)):
+            with T.sblock("double"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                o[vi, vj] = x[vi, vj] + x[vi, vj]
+
+    @R.function
+    def main(x: R.Tensor(("B", 16), "float32")) -> R.Tensor(("B", 16), "float32"):
+        B = T.int64()
+        cls = Before
+        with R.dataflow():
+            a = R.call_tir(cls.double, (x,), out_ty=R.Tensor((B, 16), "float32"))
+            b = R.call_tir(cls.double, (a,), out_ty=R.Tensor((B, 16), "float32"))
+            c = R.call_tir(cls.double, (b,), out_ty=R.Tensor((B, 16), "float32"))
+            y = R.call_tir(cls.double, (c,), out_ty=R.Tensor((B, 16), "float32"))
+            R.output(y)
+        return y
+
+
+@I.ir_module
+class After:
+    I.module_attrs({"tvmcap.storage": {"(B)": 128}})
+
+    @T.prim_func(private=True, s_tir=True)
+    def double(xh: T.handle, oh: T.handle):
+        B = T.int64()
+        x = T.match_buffer(xh, (B, T.int64(16)))
+        o = T.match_buffer(oh, (B, T.int64(16)))
+        for i, j in T.grid(B, T.int64(16)):
+            with T.sblock("double"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                o[vi, vj] = x[vi, vj] + x[vi, vj]
+
+    @R.function(private=True)
+    def main(x: R.Tensor(("B", 16), "float32"), out0: R.Tensor(("B", 16), "float32")) -> R.Tuple():
+        B = T.int64()
+        R.func_attr({"relax.force_pure": True, "tvmcap.outputs": 1})
+        cls = After
+        first = R.memory.alloc_storage(R.shape([T.int64(64) * B]), 0, "global", "uint8")
+        second = R.memory.alloc_storage(R.shape([T.int64(64) * B]), 0, "global", "uint8")
+        a: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(first, 0, R.shape([B, 16]), "float32")
+        _: R.Tuple() = cls.double(x, a)
+        b: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(second, 0, R.shape([B, 16]), "float32")
+        _1: R.Tuple() = cls.double(a, b)
+        c: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(first, 0, R.shape([B, 16]), "float32")
+        _2: R.Tuple() = cls.double(b, c)
+        _3: R.Tuple() = cls.double(c, out0)
+        return R.tuple()
+
+
+@relax.expr_functor.mutator
+class _Untyped(relax.PyExprMutator):
+    """Takes the result types off calls of kernels: the script cannot write them."""
+
+    def visit_call_(self, call):
+        kernel = isinstance(call.op, tvm.ir.GlobalVar)
+        return relax.Call(call.op, call.args, call.attrs) if kernel else call
+
+
+def module(make, *shapes):
+    """Build ``main`` from a function of a block builder and one variable a shape; strings are symbolic extents."""
+    builder = relax.BlockBuilder()
+    names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
+    params = [
+        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in shape], "float32")) for i, shape in enumerate(shapes)
+    ]
+    with builder.function("main", params):
+        with builder.dataflow():
+            results = [builder.emit_output(r) for r in make(builder, *params)]
+        builder.emit_func_output(relax.Tuple(results) if len(results) > 1 else results[0])
+    return builder.get()
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
+
+
+def planned_bytes(mod, sizes):
+    return sum(int(v) * evaluate(str(k) or 1, sizes) for k, v in mod.attrs["tvmcap.storage"].items())
+
+
+def test_destinations_and_shared_storage() -> None:
+    done = plan(Before)
+    functions = {g: _Untyped().visit_expr(f) if g.name_hint == "main" else f for g, f in done.functions.items()}
+    tvm.ir.assert_structural_equal(tvm.IRModule(functions, attrs=done.attrs), After)
+    assert {str(k): int(v) for k, v in done.attrs["tvmcap.storage"].items()} == {"(B)": 128}
+
+
+def test_a_single_kernel_allocates_nothing() -> None:
+    done = planned(module(lambda b, x: [b.emit(relax.op.exp(x))], ("B", 3)))
+    assert [is_launch(c) for c in calls(done)] == [True]
+    assert dict(done.attrs["tvmcap.storage"]) == {}
+
+
+@pytest.mark.parametrize("widths", [(64,) * 5, (32, 128, 64, 96, 16), (16, 512, 16, 512, 16), (256, 64, 128, 64, 8)], ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("rows", [1, 24, "B"])
+def test_peak_of_a_four_layer_mlp(widths, residual, rows) -> None:
+    source = fused(mlp(widths, rows, residual))
+    done = plan(source)
+    for size in (1, 7, 128, 4096) if rows == "B" else (rows,):
+        bound = live_bytes(source, {"B": size})
+        assert bound <= planned_bytes(done, {"B": size}) <= 1.05 * bound
+    if rows == "B":
+        assert pipeline.peak_bytes(done) is None
+    else:
+        assert pipeline.peak_bytes(done) == planned_bytes(done, {})
+
+
+def test_peak_at_the_upper_bound_of_a_dimension() -> None:
+    mod = mlp((64,) * 5)
+    mod["main"] = mod["main"].with_attr("tir_var_upper_bound", {"B": 100})
+    assert pipeline.peak_bytes(planned(mod)) == 2 * 100 * 64 * 4
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_an_mlp_computes_the_same(residual) -> None:
+    widths = (8, 24, 24, 16, 4)
+    main = machine(planned(mlp(widths, residual=residual)))
+    weights = [numbers(a, b, seed=1) / a**0.5 for a, b in zip(widths, widths[1:], strict=False)]
+    for rows in (1, 5, 32):
+        x = numbers(rows, 8)
+        (got,) = run(main, [x, *weights], [(rows, 4)])
+        np.testing.assert_allclose(got, mlp_reference(x, weights, residual), atol=2e-6)
+
+
+def test_outputs_are_written_in_place() -> None:
+    """Intermediate results that are outputs too take no storage, and no kernel copies them."""
+
+    def make(b, x, w):
+        first = b.emit(relax.op.matmul(x, w))
+        second = b.emit(relax.op.matmul(first, w))
+        third = b.emit(relax.op.matmul(second, w))
+        return [third, first]
+
+    done = planned(module(make, ("B", 4), (4, 4)))
+    assert sum(map(is_launch, calls(done))) == 3
+    assert planned_bytes(done, {"B": 1}) == ALIGN  # ``second`` alone
+    x, w = numbers(6, 4), numbers(4, 4)
+    third, first = run(machine(done), [x, w], [(6, 4), (6, 4)])
+    np.testing.assert_allclose(first, x.astype(np.float64) @ w, atol=1e-5)
+    np.testing.assert_allclose(third, x.astype(np.float64) @ w @ w @ w, atol=1e-4)
+
+
+def test_a_reshaped_output_is_written_through_a_view() -> None:
+    def make(b, x, w):
+        product = b.emit(relax.op.matmul(x, w))
+        return [b.emit(relax.op.reshape(product, (product.ty.shape.values[0] * 2, 2)))]
+
+    done = planned(module(make, ("B", 3), (3, 4)))
+    assert sum(map(is_launch, calls(done))) == 1
+    assert [is_op(c, "reshape") for c in calls(done)].count(True) == 1
+    assert planned_bytes(done, {"B": 9}) == 0
+    x, w = numbers(5, 3), numbers(3, 4)
+    (got,) = run(machine(done), [x, w], [(10, 2)])
+    np.testing.assert_allclose(got, (x.astype(np.float64) @ w).reshape(10, 2), atol=1e-5)
+
+
+def test_views_between_kernels_cost_nothing() -> None:
+    def make(b, x, w):
+        product = b.emit(relax.op.matmul(x, w))
+        flat = b.emit(relax.op.reshape(product, (product.ty.shape.values[0] * 4,)))
+        back = b.emit(relax.op.reshape(flat, (product.ty.shape.values[0], 4)))
+        return [b.emit(relax.op.matmul(back, w))]
+
+    done = planned(module(make, ("B", 4), (4, 4)))
+    assert sum(map(is_launch, calls(done))) == 2
+    x, w = numbers(5, 4), numbers(4, 4)
+    (got,) = run(machine(done), [x, w], [(5, 4)])
+    np.testing.assert_allclose(got, x.astype(np.float64) @ w @ w, atol=1e-5)
+
+
+def test_views_duplicates_and_arguments_as_outputs() -> None:
+    def make(b, x):
+        y = b.emit(relax.op.exp(x))
+        size = x.ty.shape.values[0] * 4
+        return [x, y, y, b.emit(relax.op.reshape(x, (size,))), b.emit(relax.op.reshape(y, (size,)))]
+
+    done = planned(module(make, ("B", 4)))
+    x = numbers(3, 4)
+    got = run(machine(done), [x], [(3, 4)] * 3 + [(12,)] * 2)
+    y = np.exp(x.astype(np.float64))
+    for mine, wanted in zip(got, [x, y, y, x.reshape(-1), y.reshape(-1)], strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-6)
+
+
+def test_a_kernel_with_two_results() -> None:
+    def make(b, x, w):
+        pair = b.emit(relax.op.split(b.emit(relax.op.matmul(x, w)), 2, axis=1))
+        left, right = b.emit(relax.TupleGetItem(pair, 0)), b.emit(relax.TupleGetItem(pair, 1))
+        return [b.emit(relax.op.matmul(left, right)), right]
+
+    done = planned(module(make, (2, 4), (4, 4)))
+    x, w = numbers(2, 4), numbers(4, 4)
+    product, right = run(machine(done), [x, w], [(2, 2), (2, 2)])
+    wanted = x.astype(np.float64) @ w
+    np.testing.assert_allclose(right, wanted[:, 2:], atol=1e-5)
+    np.testing.assert_allclose(product, wanted[:, :2] @ wanted[:, 2:], atol=1e-5)
+
+
+def test_an_output_that_no_kernel_writes_is_refused() -> None:
+    @I.ir_module
+    class Passes:
+        @R.function
+        def main(x: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
+            return x
+
+    with pytest.raises(ContractError, match="fuse pass"):
+        plan(Passes)
+
+
+def variants(mod):
+    """Give ``double`` two variants: below 4 rows it adds 1, up to 16 rows it adds 2, beyond it doubles."""
+    functions = dict(mod.functions.items())
+    double = mod["double"]
+    listed = []
+    for bound, plus in ((4, 1.0), (16, 2.0)):
+        name = f"double_upto{bound}"
+
+        def add(store, plus=plus):
+            return tirx.BufferStore(store.buffer, store.value.a + tirx.FloatImm("float32", plus), store.indices)
+
+        body = tvm_ffi.structural_map(double.body, (tirx.BufferStore, add))
+        variant = tvm.ir.GlobalVar(name)
+        relax.expr._update_type(variant, mod.get_global_var("double").ty)
+        functions[variant] = double.with_body(body)
+        listed.append([bound, name])
+    functions[mod.get_global_var("double")] = double.with_attr("tvmcap.variants", listed)
+    return tvm.IRModule(functions)
+
+
+def test_the_number_of_rows_chooses_among_variants() -> None:
+    done = plan(variants(Before))
+    bindings = [b.value for block in done["main"].body.blocks for b in block.bindings]
+    assert sum(map(is_launch, bindings)) == pipeline.count_kernels(done) == 4
+    main = machine(done)
+    for rows, wanted in ((1, lambda x: x + 4), (4, lambda x: x + 4), (5, lambda x: x + 8), (16, lambda x: x + 8), (17, lambda x: x * 16)):
+        x = numbers(rows, 16)
+        (got,) = run(main, [x], [(rows, 16)])
+        np.testing.assert_allclose(got, wanted(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_live_tensors_share_storage(seed) -> None:
+    draw = random.Random(seed)
+    units = [(), (tirx.Var("B", "int64"),)]
+    slots = []
+    for _ in range(draw.randint(1, 30)):
+        start = draw.randint(0, 20)
+        slots.append(Slot(ALIGN * draw.randint(1, 50), draw.choice(units), start, start + draw.randint(0, 6)))
+    storages = assign(slots)
+    for i, storage in enumerate(storages):
+        mine = [s for s in slots if s.storage == i]
+        assert mine == sorted(storage.slots, key=slots.index)
+        assert storage.size == max(s.size for s in mine)
+        assert len({str(s.unit) for s in mine}) == 1
+        for a in mine:
+            assert all(a is b or a.end < b.start or b.end < a.start for b in mine)
+    for unit in units:
+        own = [s for s in slots if s.unit == unit]
+        total = sum(s.size for s in storages if s.unit == unit)
+        assert total <= sum(s.size for s in own)
+        assert total >= max((sum(s.size for s in own if s.start <= t <= s.end) for t in range(30)), default=0)
+
+
+def test_measure() -> None:
+    b, t = tirx.Var("B", "int64"), tirx.Var("T", "int64")
+    assert measure((3, 5), "float32") == (64, ())
+    assert measure((16, 5), "float32") == (320, ())
+    assert measure((), "float16") == (64, ())
+    size, unit = measure((b, 8, t, 4), "bfloat16")
+    assert size == 64 and [u.name for u in unit] == ["B", "T"]
+    assert evaluate(unit_text(unit), {"B": 3, "T": 5}) == 15
+    size, unit = measure((b * 4, 32), "float32")
+    assert size == 512 and unit == (b,)
+    size, unit = measure((tirx.max(b + 1, t // 2), tirx.floormod(t, 3) - b), "int8")
+    assert size == 64 and evaluate(unit_text(unit), {"B": 2, "T": 8}) == 4 * (2 - 2)
+    assert evaluate(unit_text(unit), {"B": 1, "T": 8}) == 4 * (2 - 1)
+
+
+def test_random_programs_compute_the_same() -> None:
+    """Reductions end every fused group, so that many tensors live across kernels."""
+    draw = random.Random(11)
+    values: list[tuple[str, int, int]] = []
+
+    def make(b, x, w):
+        pool = [x]
+        for _ in range(14):
+            left, right = draw.randrange(len(pool)), draw.randrange(len(pool))
+            values.append(("matmul", left, right))
+            pool.append(b.emit(relax.op.matmul(b.emit(relax.op.add(pool[left], pool[right])), w)))
+        return [pool[-1], pool[-4]]
+
+    source = fused(module(make, ("B", 8), (8, 8)))
+    done = plan(source)
+    main = machine(done)
+    for rows in (1, 6):
+        x, w = numbers(rows, 8), numbers(8, 8) / 4
+        pool = [x.astype(np.float64)]
+        for _, left, right in values:
+            pool.append((pool[left] + pool[right]) @ w)
+        got = run(main, [x, w], [(rows, 8)] * 2)
+        for mine, wanted in zip(got, (pool[-1], pool[-4]), strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    bound = live_bytes(source, {"B": 1})
+    assert bound <= planned_bytes(done, {"B": 1}) <= 2 * bound

@@ -1,0 +1,110 @@
+"""Plan, compile and run small Relax modules, and the memory their intermediates need at least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from tvmcap.base import codegen
+from tvmcap.graph.fuse import fuse, legalize
+from tvmcap.graph.rewrite import outputs_of
+from tvmcap.library import lower
+from tvmcap.library.plan import plan
+
+TARGET = codegen.make_target({"kind": "llvm", "mcpu": "x86-64", "num-cores": 2})
+
+
+def fused(mod: Any) -> Any:
+    """Return the module as the plan takes it."""
+    with TARGET:
+        return fuse(legalize(mod))
+
+
+def planned(mod: Any) -> Any:
+    with TARGET:
+        return plan(fused(mod))
+
+
+def machine(mod: Any) -> Any:
+    """Compile a planned module; returns its ``main``."""
+    return relax.VirtualMachine(lower.lower(mod, TARGET), tvm.cpu())["main"]
+
+
+def run(main: Any, inputs: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: str = "float32") -> list[Any]:
+    """Call ``main`` with outputs full of NaN; returns them."""
+    outputs = [tvm.runtime.tensor(np.full(shape, np.nan, dtype)) for shape in shapes]
+    main(*(tvm.runtime.tensor(np.ascontiguousarray(x)) for x in inputs), *outputs)
+    return [o.numpy() for o in outputs]
+
+
+def calls(mod: Any) -> list[Any]:
+    """List the calls of main, in order."""
+    bindings = [b for block in mod["main"].body.blocks for b in block.bindings]
+    return [b.value for b in bindings if isinstance(b.value, relax.Call)]
+
+
+def live_bytes(mod: Any, sizes: Mapping[str, int]) -> int:
+    """Return the largest sum of intermediates alive at once in a fused module whose outputs belong to the caller.
+
+    A kernel's inputs are alive beside its output; arguments, constants and outputs of main do not count.
+    """
+    main = mod["main"]
+    bindings = [b for block in main.body.blocks for b in block.bindings]
+    alias = {b.var: b.value for b in bindings if isinstance(b.value, relax.Var)}
+
+    def root(var: Any) -> Any:
+        while var in alias:
+            var = alias[var]
+        return var
+
+    kernels = [b for b in bindings if isinstance(b.value, relax.Call)]
+    outputs = {root(v) for v in outputs_of(main)}
+    born = {b.var: i for i, b in enumerate(kernels) if b.var not in outputs}
+    last = {
+        root(v): i for i, b in enumerate(kernels) for v in relax.analysis.free_vars(b.value) if root(v) in born
+    }
+    return max(
+        (sum(nbytes(v.ty, sizes) for v in born if born[v] <= i <= last.get(v, born[v])) for i in range(len(kernels))),
+        default=0,
+    )
+
+
+def nbytes(ty: Any, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of a tensor type."""
+    count = np.dtype(str(ty.dtype)).itemsize
+    for extent in ty.shape.values:
+        count *= int(extent) if isinstance(extent, tirx.IntImm) else sizes[extent.name]
+    return count
+
+
+def mlp(widths: Sequence[int], rows: int | str = "B", residual: bool = False) -> Any:
+    """Build ``x -> gelu(x @ w) ...``, one product a pair of widths; ``residual`` adds the layer's input where it fits."""
+    builder = relax.BlockBuilder()
+    extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
+    x = relax.Var("x", relax.TensorType((extent, widths[0]), "float32"))
+    pairs = list(zip(widths, widths[1:], strict=False))
+    weights = [relax.Var(f"w{i}", relax.TensorType(pair, "float32")) for i, pair in enumerate(pairs)]
+    with builder.function("main", [x, *weights]):
+        with builder.dataflow():
+            h = x
+            for weight, (before, after) in zip(weights, pairs, strict=True):
+                product = builder.emit(relax.op.nn.gelu(builder.emit(relax.op.matmul(h, weight))))
+                h = builder.emit(relax.op.add(product, h)) if residual and before == after else product
+            y = builder.emit_output(h)
+        builder.emit_func_output(y)
+    return builder.get()
+
+
+def mlp_reference(x: Any, weights: Sequence[Any], residual: bool = False) -> Any:
+    """Compute ``mlp`` in float64."""
+    import torch
+
+    h = torch.from_numpy(x).double()
+    for weight in weights:
+        product = torch.nn.functional.gelu(h @ torch.from_numpy(weight).double())
+        h = product + h if residual and h.shape == product.shape else product
+    return h.numpy()

@@ -1,0 +1,121 @@
+"""The symbols of an exported graph: their names for the user, and their Relax variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tvm import tirx
+
+from tvmcap.base.errors import CaptureError
+from tvmcap.base.signature import Size
+from tvmcap.capture.shapes import Free
+
+
+class Symbols:
+    """The symbols of an exported graph: their names for the user, and their Relax variables."""
+
+    def __init__(self, free: Free, inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Match torch's symbols with the names through the shapes of the graph's inputs.
+
+        Raises CaptureError where a dynamic dimension came out fixed.
+        """
+        self.names: dict[str, str] = {}
+        self.bounds = {name: (dim.min, dim.max) for name, dim in free.dims.items()}
+        self.vars = {name: tirx.Var(name, "int64") for name in free.dims}
+        for (leaf, axis), name in free.where.items():
+            size = inputs[leaf].shape[axis]
+            if not isinstance(size, torch.SymInt) or not size.node.expr.is_symbol:
+                raise CaptureError(
+                    f"dimension {name!r} ({names[leaf]}.shape[{axis}]) came out as {size}: the"
+                    " code fixes it. Make it"
+                    " static, or remove what depends on its value"
+                )
+            self.names[str(size.node.expr)] = name
+
+    def text(self, size: int | torch.SymInt) -> Size:
+        """Return a size as an int, or as arithmetic on dimension names."""
+        return size if isinstance(size, int) else self._fold(size.node.expr, _Text(self.names))
+
+    def expr(self, size: int | torch.SymInt) -> Any:
+        """Return a size as an int or as a TIR expression."""
+        if isinstance(size, int):
+            return size
+        values = {symbol: self.vars[name] for symbol, name in self.names.items()}
+        return self._fold(size.node.expr, _Expr(values))
+
+    def _fold(self, expr: Any, out: _Text | _Expr) -> Any:
+        if expr.is_Integer:
+            return out.number(int(expr))
+        if expr.is_symbol:
+            if str(expr) not in self.names:
+                raise KeyError(str(expr))
+            return out.symbol(str(expr))
+        kind = type(expr).__name__
+        if kind == "Pow" and expr.args[1].is_Integer and int(expr.args[1]) > 0:
+            args = [self._fold(expr.args[0], out)] * int(expr.args[1])
+            kind = "Mul"
+        else:
+            args = [self._fold(arg, out) for arg in expr.args]
+        if kind not in _OPERATORS:
+            raise CaptureError(
+                f"a size is {expr}, which the library cannot express; known: + - * // % min max"
+            )
+        total = args[0]
+        for arg in args[1:]:
+            total = out.binary(_OPERATORS[kind], total, arg)
+        return total
+
+
+_OPERATORS = {
+    "Add": "+",
+    "Mul": "*",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "Mod": "%",
+    "PythonMod": "%",
+    "Min": "min",
+    "Max": "max",
+}
+
+
+class _Text:
+    """Writes a size as text."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+
+    def number(self, value: int) -> str:
+        return str(value) if value >= 0 else f"({value})"
+
+    def symbol(self, name: str) -> str:
+        return self.names[name]
+
+    def binary(self, op: str, a: str, b: str) -> str:
+        if op in ("min", "max"):
+            return f"{op}({a}, {b})"
+        return " ".join((_wrap(a), op, _wrap(b))) if op != "+" else f"{a} + {b}"
+
+
+def _wrap(text: str) -> str:
+    return text if re.fullmatch(r"\w+|\(.*\)", text) and text.count("(") < 2 else f"({text})"
+
+
+class _Expr:
+    """Writes a size as a TIR expression."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def number(self, value: int) -> Any:
+        return tirx.IntImm("int64", value)
+
+    def symbol(self, name: str) -> Any:
+        return self.values[name]
+
+    def binary(self, op: str, a: Any, b: Any) -> Any:
+        if op in ("+", "*"):
+            return a + b if op == "+" else a * b
+        return {"//": tirx.floordiv, "%": tirx.floormod, "min": tirx.min, "max": tirx.max}[op](a, b)
