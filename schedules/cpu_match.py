@@ -213,4 +213,4 @@ def _size(extent: Any) -> int | str:
 
 
 def _itemsize(dtype: Any) -> int:
-    return tvm_ffi.dtype(str(dtype)).itemsize
+    return int(tvm_ffi.dtype(str(dtype)).itemsize)

@@ -32,20 +32,56 @@ def position(gemm: Any, row: Any, col: Any) -> list[Any]:
     return [row, *reversed(lead), T.Cast("int64", col)]
 
 
-def outputs(gemm: Any, value: Any, at: list[Any]) -> list[tuple[Any, Any]]:
-    """Each output's buffer and value where the accumulator holds ``value``."""
-    binds, values = gemm.fused.epilogue.stores(value, at)
-    results = []
-    for buffer, result in values:
-        for bind in reversed(binds):
-            result = tirx.Let(bind.var, bind.value, result)
-        results.append((buffer, result))
-    return results
+class Views:
+    """One-dimensional views of what the epilogue reads and writes, declared inside a kernel.
+
+    LowerTIRx loses track of some parameters that are addressed by their own indices.
+    """
+
+    def __init__(self, gemm: Any) -> None:
+        self.epilogue = gemm.fused.epilogue
+        self.flat: dict[Any, Any] = {}
+
+    def declare(self) -> None:
+        """Declare them; to be called where the kernel's body starts."""
+        for buffer in dict.fromkeys([*self.epilogue.reads, *self.epilogue.outputs]):
+            self.flat[buffer] = flatten(buffer)
+
+    def load(self, buffer: Any, at: list[Any]) -> Any:
+        """Read a parameter through its view; the kernel's own variables as they are."""
+        if buffer not in self.flat:
+            return tirx.BufferLoad(buffer, at)
+        return tirx.BufferLoad(self.flat[buffer], [_offset(buffer, at)])
+
+    def values(self, accumulated: Any, at: list[Any]) -> list[Any]:
+        """Return each output's value where the accumulator holds ``accumulated``."""
+        binds, values = self.epilogue.stores(accumulated, at, self.load)
+        results = []
+        for _, result in values:
+            for bind in reversed(binds):
+                result = tirx.Let(bind.var, bind.value, result)
+            results.append(result)
+        return results
+
+    def store(self, accumulated: Any, at: list[Any]) -> None:
+        """Write every output."""
+        for buffer, result in zip(self.epilogue.outputs, self.values(accumulated, at), strict=True):
+            T.buffer_store(self.flat[buffer], result, [_offset(buffer, at)])
 
 
-def flatten(buffer: Any, size: Any) -> Any:
-    """Declare a one-dimensional view: LowerTIRx loses track of parameters stored to by their own indices."""
+def flatten(buffer: Any) -> Any:
+    """Declare a one-dimensional view of a contiguous buffer."""
+    size: Any = 1
+    for extent in buffer.shape:
+        size = size * extent
     return T.decl_buffer((size,), str(buffer.dtype), data=buffer.data)
+
+
+def _offset(buffer: Any, at: list[Any]) -> Any:
+    offset: Any = 0
+    for extent, index in zip(buffer.shape, at, strict=True):
+        offset = offset * extent + index
+    return offset
 
 
 def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
@@ -69,20 +105,14 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     lead = 1 if nk else BK * 8  # 16-byte units between 64-column chunks
     trans_b = 0 if nk else 1
 
+    views = Views(gemm)
+
     def finish(value: Any, row: Any, col: Any) -> Any:
         """The stored value of the one output; past the edge it reads the edge's operands and TMA clips it."""
-        at = position(gemm, T.min(row, M - 1), T.min(col, N - 1))
-        return outputs(gemm, value, at)[0][1]
+        return views.values(value, position(gemm, T.min(row, M - 1), T.min(col, N - 1)))[0]
 
     def scatter(value: Any, row: Any, col: Any) -> None:
-        at = position(gemm, row, col)
-        for flat, (_, result) in zip(views, outputs(gemm, value, at), strict=True):
-            T.buffer_store(flat, result, [T.Cast("int64", row) * N + col])
-
-    views: list[Any] = []
-
-    def declare_outputs() -> None:
-        views.extend(flatten(c, gemm.rows * N) for c in gemm.fused.epilogue.outputs)
+        views.store(value, position(gemm, row, col))
 
     @T.prim_func(check_well_formed=False)
     def kernel():
@@ -97,7 +127,7 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
         if through_tma:
             T.call_packed("runtime.cuTensorMapEncodeTiled", C_map, out_dtype, 2, C.data, N, M, N * 2, 64, 64, 1, 1, 0, 3, 2, 0)
         T.device_entry()
-        declare_outputs()
+        views.declare()
         bx = T.cta_id([num_sm])
         tx = T.thread_id([384])
         pool = T.SMEMPool()

@@ -7,7 +7,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmcap.schedules.hopper_kernel import flatten, outputs, position
+from tvmcap.schedules.hopper_kernel import Views, flatten, position
 
 
 def shared_floats(knobs: Any) -> int:
@@ -29,27 +29,22 @@ def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     m_tiles, n_tiles = _ceil(M, BM), _ceil(N, BN)
     kn = gemm.layout == "kn"
 
+    views = Views(gemm)
+
     def store(value: Any, lead: Any, row: Any, col: Any) -> None:
-        at = [*_split(lead, gemm.batch), *position(gemm, row, col)]
-        for flat, (_, result) in zip(views, outputs(gemm, value, at), strict=True):
-            T.buffer_store(flat, result, [(lead * M + row) * N + col])
+        views.store(value, [*_split(lead, gemm.batch), *position(gemm, row, col)])
 
     def load_b(flat: Any, lead: Any, k: Any, n: Any) -> Any:
         return flat[(lead * K + k) * N + n] if kn else flat[(lead * N + n) * K + k]
-
-    views: list[Any] = []
-
-    def declare_outputs() -> None:
-        views.extend(flatten(c, batch * M * N) for c in gemm.fused.epilogue.outputs)
 
     @T.prim_func(check_well_formed=False)
     def kernel():
         T.device_entry()
         bx = T.cta_id([_int32(m_tiles * n_tiles * batch)])
         tx = T.thread_id([threads])
-        A_flat = flatten(A, batch * M * K)
-        B_flat = flatten(B, batch * N * K)
-        declare_outputs()
+        A_flat = flatten(A)
+        B_flat = flatten(B)
+        views.declare()
         pool = T.SMEMPool()
         shared = pool.alloc((shared_floats(knobs),), "float32", align=16)
         pool.commit()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +30,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and gpu_architecture() is None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@contextlib.contextmanager
+def hidden_gpu() -> Iterator[None]:
+    """Let this process find no NVIDIA driver."""
+    real = ctypes.CDLL
+
+    class NoDriver(real):  # type: ignore[misc, valid-type]
+        def __init__(self, name: str | None, *args: Any, **kwargs: Any) -> None:
+            if name == "libcuda.so.1":
+                raise OSError(f"{name}: cannot open shared object file")
+            super().__init__(name, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", NoDriver)
+        yield
+
+
+@pytest.fixture
+def without_gpu() -> Iterator[None]:
+    """Make this a machine without a GPU."""
+    with hidden_gpu():
+        yield
+
+
+@pytest.fixture(scope="session")
+def hopper_block() -> Any:
+    """Return the block in bfloat16, cross-compiled for Hopper as without a GPU; the batch is dynamic."""
+    import torch
+
+    import tvmcap
+    from examples.models import gelu_tanh
+
+    make = torch.Generator().manual_seed(0)
+    shapes = ((5, 64), (64, 128), (128,))
+    args = tuple(torch.randn(s, generator=make).bfloat16() for s in shapes)
+    target = {"kind": "cuda", "arch": "sm_90a"}
+    with hidden_gpu():
+        return tvmcap.build(gelu_tanh, args, dynamic={"x": {0: "B"}}, target=target, tune="none")
 
 
 def pytest_unconfigure() -> None:

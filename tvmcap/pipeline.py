@@ -26,7 +26,7 @@ logger = logging.getLogger("tvmcap")
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
-OPTIONAL = ("canonicalize", "layout", "fuse")
+OPTIONAL = ("canonicalize", "fold", "layout", "fuse")
 """Passes that ``disable`` may name: the others are needed for any code at all."""
 
 
@@ -48,10 +48,12 @@ class Trace:
 def front(target: Any) -> list[tuple[str, Pass]]:
     """From captured graph to fused kernels: what tuning sees."""
     return [
-        # 16-bit elementwise chains compute in float32: before any pattern matches on casts
-        ("operators", precision.widen),
-        # folded constants are what layout can pack
+        # before widen, which gives each kernel a cast of its own: sharing those would store 32 bits
         ("canonicalize", canonicalize.canonicalize),
+        # 16-bit chains compute in float32 between the loads and stores of the kernels to be
+        ("operators", precision.widen),
+        # what is constant can be packed; after widen, because TVM cannot legalize bf16 normalisations
+        ("fold", canonicalize.fold),
         # before legalize: a matmul is still one operator
         ("layout", partial(layout.layout, pack=partial(spaces.pack_weight, target=target))),
         # operators to PrimFuncs, one each

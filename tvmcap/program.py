@@ -163,7 +163,7 @@ def _with_inputs(fn: Any, inputs: Sequence[str], free: dict[str, dict[int, Dim]]
                 raise ConfigError(
                     f"--input: {extent.name} is {sizes[extent.name]} and {extent.size}"
                 )
-            dim = Dim(extent.name, 1, extent.max)
+            dim = Dim(extent.name, max=extent.max)
             free = {**free, name: {**free.get(name, {}), axis: dim}}
         weight = symbolic and not any(e.name for e in extents)
         drawn[name] = _draw(dtype, [e.size for e in extents], high, weight)
@@ -207,7 +207,7 @@ def _parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, Dim]]:
         if match is None:
             raise ConfigError(f"--dynamic {text!r}: expected ARG:AXIS=NAME or ARG:AXIS=NAME..MAX")
         most = None if match["max"] is None else int(match["max"])
-        free.setdefault(match["arg"], {})[int(match["axis"])] = Dim(match["dim"], 1, most)
+        free.setdefault(match["arg"], {})[int(match["axis"])] = Dim(match["dim"], max=most)
     return free
 
 

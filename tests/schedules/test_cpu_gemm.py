@@ -328,7 +328,9 @@ def test_bfloat16():
     func = fused(
         [((9, k), "bfloat16"), ((-(-n // width), k, width), "bfloat16")],
         lambda bb, x, w: bb.emit(
-            bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4})
+            relax.op.nn.silu(
+                bb.emit(bb.call_te(packed_matmul, x, w, n, primfunc_attrs={"op_pattern": 4}))
+            )
         ),
     )
     x, w = torch.from_numpy(random(9, k)).bfloat16(), torch.from_numpy(random(k, n)).bfloat16()

@@ -7,12 +7,16 @@ from tvm import relax
 
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures constants are folded, common subexpressions shared, and dead code is gone."""
-    for step in (
-        relax.transform.CanonicalizeBindings(),
-        relax.transform.EliminateCommonSubexpr(),
-        relax.transform.FoldConstant(),
-        relax.transform.DeadCodeElimination(["main"]),
-    ):
+    """Ensures common subexpressions are shared and dead code is gone."""
+    return _run(mod, relax.transform.CanonicalizeBindings(), relax.transform.EliminateCommonSubexpr())
+
+
+def fold(mod: tvm.IRModule) -> tvm.IRModule:
+    """Ensures what depends on constants alone is a constant."""
+    return _run(mod, relax.transform.FoldConstant())
+
+
+def _run(mod: tvm.IRModule, *steps: tvm.transform.Pass) -> tvm.IRModule:
+    for step in (*steps, relax.transform.DeadCodeElimination(["main"])):
         mod = step(mod)
     return mod

@@ -85,7 +85,8 @@ def expand(func: tirx.PrimFunc) -> tirx.PrimFunc:
     ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does.
     """
     forms = ((tvm.ir.Call, _rewrite), (tirx.Max, _max), (tirx.Min, _min))
-    return func.with_body(tvm_ffi.structural_map(func.body, forms))
+    body = tvm_ffi.structural_map(func.body, forms)
+    return func.with_body(tvm_ffi.structural_map(body, (tirx.BufferStore, _flatten)))
 
 
 def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
@@ -95,6 +96,32 @@ def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
             mod = mod.clone()
             mod.update_func(name, expand(func))
     return mod
+
+
+def _flatten(store: Any) -> Any:
+    """Return a store with its Lets before it as Binds, unless a guard keeps them from running early.
+
+    TVM passes copy expressions (rounding to bfloat16, common subexpressions); a copied Let is an error.
+    """
+    binds: list[Any] = []
+    guards: list[Any] = []
+
+    def lift(expr: Expr) -> Expr:
+        return tvm_ffi.structural_map(expr, (tirx.Let, before), order="pre")
+
+    def before(let: Any) -> Expr:
+        binds.append(tirx.Bind(let.var, lift(let.value)))
+        return lift(let.body)
+
+    def guard(call: Any) -> None:
+        if getattr(call.op, "name", "") == "prim.if_then_else":
+            guards.append(call)
+
+    tvm_ffi.structural_walk(store.value, (tvm.ir.Call, guard))
+    value = lift(store.value)
+    if guards or not binds:
+        return store
+    return tirx.SeqStmt([*binds, tirx.BufferStore(store.buffer, value, store.indices)])
 
 
 def _rewrite(call: Any) -> Expr:
@@ -120,12 +147,23 @@ def _min(node: Any) -> Expr:
 def _extreme(node: Any, wins: Callable[[Expr, Expr], Expr]) -> Expr:
     """Return ``b`` if it wins, else ``a``: a NaN in a stays, one in b is asked for."""
     a, b = (node.b, node.a) if isinstance(node.a, tirx.FloatImm) else (node.a, node.b)
-    if not str(node.ty).startswith(("float", "bfloat")):
+    dtype = str(node.ty)
+    if not dtype.startswith(("float", "bfloat")):
         return node
     if isinstance(b, tirx.FloatImm):
         return _let(a, lambda a: tirx.Select(wins(b, a), b, a))
     return _let(
-        a, lambda a: _let(b, lambda b: tirx.Select(tirx.Or(wins(b, a), tirx.isnan(b)), b, a))
+        a,
+        lambda a: _let(
+            b,
+            lambda b: tirx.Select(
+                tirx.Or(
+                    wins(b, a), tirx.isnan(tirx.Cast("float32", b) if dtype == "bfloat16" else b)
+                ),
+                b,
+                a,
+            ),
+        ),
     )
 
 
@@ -175,7 +213,7 @@ def _exp(x: Expr) -> Expr:
             lambda half: p * _power_of_two(half) * _power_of_two(n - half),
         )
 
-    return _exp_reduced(_clamp(x, _EXP_MIN, _EXP_MAX), scale)
+    return _let(x, lambda x: _exp_reduced(_clamp(x, _EXP_MIN, _EXP_MAX), scale))
 
 
 def _exp_near(x: Expr) -> Expr:

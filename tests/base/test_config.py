@@ -1,0 +1,162 @@
+"""Config: where values come from, what is refused, and what a wrong name is nearest to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tvmcap.base.config import FIELDS, Config, Dim, make_config, parse_option
+from tvmcap.base.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_defaults() -> None:
+    config = make_config()
+    assert config == Config()
+    assert (config.tune, config.verify, config.target, config.disable, config.constants) == ("cached", True, None, (), ())
+
+
+def test_call_over_environment_over_file_over_default(tmp_path, monkeypatch) -> None:
+    (tmp_path / "tvmcap.toml").write_text('seed = 1\nworkers = 2\ntune = "none"\nconstants = ["w", "b"]\n')
+    assert make_config() == Config(seed=1, workers=2, tune="none", constants=("w", "b"))
+    monkeypatch.setenv("TVMCAP_SEED", "7")
+    monkeypatch.setenv("TVMCAP_TUNE", "12")
+    assert make_config() == Config(seed=7, workers=2, tune=12, constants=("w", "b"))
+    assert make_config(seed=9, tune="cached") == Config(seed=9, workers=2, constants=("w", "b"))
+
+
+def test_a_config_is_taken_as_it_is(tmp_path, monkeypatch) -> None:
+    (tmp_path / "tvmcap.toml").write_text("seed = 1\n")
+    monkeypatch.setenv("TVMCAP_WORKERS", "3")
+    assert make_config(Config(seed=4)) == Config(seed=4)
+    assert make_config(Config(seed=4), workers=5) == Config(seed=4, workers=5)
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("tragets", "target"), ("dynamics", "dynamic"), ("chache_dir", "cache_dir"), ("Tune", "tune")])
+def test_an_unknown_name_names_the_nearest(wrong, near) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{wrong}'; did you mean '{near}'"):
+        make_config(**{wrong: 1})
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+        make_config(Config(), **{wrong: 1})
+
+
+def test_a_name_near_nothing_lists_all() -> None:
+    with pytest.raises(ConfigError, match="known: target, dynamic"):
+        make_config(zzzzzz=1)
+
+
+def test_unknown_names_in_file_and_environment(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TVMCAP_SEEED", "1")
+    with pytest.raises(ConfigError, match=r"TVMCAP_SEEED.*did you mean 'seed'"):
+        make_config()
+    monkeypatch.delenv("TVMCAP_SEEED")
+    (tmp_path / "tvmcap.toml").write_text("verifyy = true\n")
+    with pytest.raises(ConfigError, match=r"tvmcap\.toml.*did you mean 'verify'"):
+        make_config()
+
+
+def test_a_file_that_is_no_toml(tmp_path) -> None:
+    (tmp_path / "tvmcap.toml").write_text("seed = = 1\n")
+    with pytest.raises(ConfigError, match=r"cannot read tvmcap\.toml"):
+        make_config()
+    (tmp_path / "tvmcap.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot read tvmcap\.toml"):
+        make_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "say"),
+    [
+        ({"tune": "chached"}, "use 'cached', 'none' or a number"),
+        ({"tune": 0}, "at least 1"),
+        ({"tune": True}, "use 'cached', 'none' or a number"),
+        ({"tune": 2.5}, "use 'cached', 'none' or a number"),
+        ({"budget_s": 0}, "positive"),
+        ({"memory_budget": 1.5}, "from 0 to 1"),
+        ({"workers": 0}, "at least 1"),
+    ],
+    ids=str,
+)
+def test_values_that_are_refused(options, say) -> None:
+    with pytest.raises(ConfigError, match=say):
+        make_config(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("verify", "no", False),
+        ("verify", "TRUE", True),
+        ("disable", "fuse,layout", ("fuse", "layout")),
+        ("constants", "w", ("w",)),
+        ("tune", "64", 64),
+        ("tune", "none", "none"),
+        ("target", "cuda:sm_80", "cuda:sm_80"),
+        ("target", '{"kind": "llvm"}', {"kind": "llvm"}),
+        ("workers", "4", 4),
+        ("budget_s", "2.5", 2.5),
+        ("log_dir", "/tmp/x", "/tmp/x"),
+    ],
+)
+def test_values_from_text(name, text, value) -> None:
+    assert parse_option(name, text) == value
+
+
+@pytest.mark.parametrize(("name", "text"), [("verify", "perhaps"), ("workers", "four"), ("budget_s", "long"), ("target", "{kind}")])
+def test_text_that_is_no_value(name, text) -> None:
+    with pytest.raises(ConfigError, match=f"cannot read {name}"):
+        parse_option(name, text)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "calibration"])
+def test_what_no_text_can_give(name, monkeypatch) -> None:
+    monkeypatch.setenv(f"TVMCAP_{name.upper()}", "x")
+    with pytest.raises(ConfigError, match="in Python"):
+        make_config()
+
+
+def test_switches_of_the_process_are_no_options(monkeypatch) -> None:
+    monkeypatch.setenv("TVMCAP_CHECK", "1")
+    assert make_config() == Config()
+
+
+def test_a_string_is_a_list_of_names() -> None:
+    assert Config(disable="fuse,layout").disable == ("fuse", "layout")
+    assert Config(constants="w").constants == ("w",)
+    assert Config(constants=["w", "b"]).constants == ("w", "b")
+
+
+def test_json_of_a_config() -> None:
+    config = Config(target={"kind": "llvm"}, dynamic={"x": {0: Dim("B", max=8)}, 1: {0: "B"}}, tune=3, workers=4)
+    data = config.to_json()
+    assert json.loads(json.dumps(data)) == data and set(data) == set(FIELDS)
+    assert data["dynamic"] == {"x": {"0": {"name": "B", "min": 1, "max": 8}}, "1": {"0": "B"}}
+
+
+def test_only_code_leaves_out_what_cannot_change_the_library(tmp_path) -> None:
+    one = Config(workers=1, verify=False, log_dir="a", cache_dir="b", dump="c", budget_s=1, rpc="h:1")
+    assert one.to_json(only_code=True) == Config().to_json(only_code=True)
+    for change in ({"seed": 1}, {"disable": ("fuse",)}, {"tune": 5}, {"allow_tf32": True}, {"dynamic": {0: {0: "B"}}}):
+        assert Config(**change).to_json(only_code=True) != Config().to_json(only_code=True)
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().seed = 3
+
+
+@pytest.mark.parametrize("bad", [("2B",), ("",), ("B", -1), ("B", 1, 0), ("B", 5, 4)], ids=str)
+def test_dims_that_are_refused(bad) -> None:
+    with pytest.raises(ConfigError, match="Dim"):
+        Dim(*bad)
+
+
+def test_dims() -> None:
+    assert (Dim("B").min, Dim("B").max) == (1, None)
+    assert Dim("B", min=0, max=1) == Dim("B", 0, 1)
