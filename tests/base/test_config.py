@@ -136,7 +136,7 @@ def test_json_of_a_config() -> None:
     config = Config(target={"kind": "llvm"}, dynamic={"x": {0: Dim("B", max=8)}, 1: {0: "B"}}, tune=3, workers=4)
     data = config.to_json()
     assert json.loads(json.dumps(data)) == data and set(data) == set(FIELDS)
-    assert data["dynamic"] == {"x": {"0": {"name": "B", "min": 1, "max": 8}}, "1": {"0": "B"}}
+    assert data["dynamic"] == {"x": {"0": {"name": "B", "min": 0, "max": 8}}, "1": {"0": "B"}}
 
 
 def test_only_code_leaves_out_what_cannot_change_the_library(tmp_path) -> None:
@@ -158,5 +158,5 @@ def test_dims_that_are_refused(bad) -> None:
 
 
 def test_dims() -> None:
-    assert (Dim("B").min, Dim("B").max) == (1, None)
+    assert (Dim("B").min, Dim("B").max) == (0, None)
     assert Dim("B", min=0, max=1) == Dim("B", 0, 1)

@@ -1,0 +1,95 @@
+"""What only a GPU can show: cross-compiled or built here, libraries run right on the card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tvmcap
+from examples import models
+
+pytestmark = pytest.mark.gpu
+
+
+def build(case: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any, tuple[torch.Tensor, ...]]:
+    fn, args, dynamic = models.CASES[case]()
+    fn = fn.to(dtype) if isinstance(fn, torch.nn.Module) else fn
+    args = tuple(a.to(dtype) for a in args)
+    lib = tvmcap.build(fn, args, target="cuda", dynamic=dynamic, **options)
+    return lib, fn.cuda() if isinstance(fn, torch.nn.Module) else fn, tuple(a.cuda() for a in args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", list(models.CASES))
+def test_built_here_it_verifies(case: str, dtype: torch.dtype) -> None:
+    lib, _, _ = build(case, dtype, tune="none", verify=True)
+    assert lib.manifest.verified
+    assert lib.executor.manifest.target["arch"].startswith("sm_")
+
+
+def test_a_block_is_one_kernel_and_launches_one() -> None:
+    lib, _, args = build("block", torch.bfloat16, tune="none", verify=False)
+    score = lib.scoreboard(baselines=True)
+    assert score.kernels == score.kernels_traced == 1
+    assert score.eager_kernels == 3
+    assert score.latency_us is not None and score.eager_us is not None
+
+
+def test_it_runs_on_the_current_stream_and_under_graph_capture() -> None:
+    lib, fn, (x, w, b) = build("block", torch.bfloat16, tune="none", verify=False)
+    want = fn(x, w, b)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = lib(x, w, b)
+    side.synchronize()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(want)
+    lib(x, w, b, out=out)
+    with torch.cuda.graph(graph):
+        lib(x, w, b, out=out)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(out, fn(x, w, b), rtol=2e-2, atol=2e-2)
+
+
+def test_empty_batch_and_misaligned_slices() -> None:
+    lib, fn, (x, w, b) = build("block", torch.bfloat16, tune="none", verify=False)
+    assert lib(x[:0], w, b).shape == (0, w.shape[1])
+    flat = torch.randn(x.numel() + 1, device="cuda", dtype=x.dtype)
+    crooked = flat[1:].view(x.shape)
+    torch.testing.assert_close(lib(crooked, w, b), fn(crooked, w, b), rtol=2e-2, atol=2e-2)
+    assert lib.executor.copies == 1
+    with pytest.raises(tvmcap.errors.InputError, match="cuda"):
+        lib(x.cpu(), w, b)
+
+
+def test_several_outputs_and_a_float32_result() -> None:
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ w
+        return y, F.silu(y)
+
+    x, w = torch.randn(70, 96).bfloat16(), (torch.randn(96, 136) / 10).bfloat16()
+    lib = tvmcap.build(both, (x, w), target="cuda", dynamic={"x": {0: "B"}}, tune="none")
+    assert lib.manifest.verified and lib.manifest.kernels_per_call == 1
+
+
+def test_tuning_on_the_card_never_loses(tmp_path: Any) -> None:
+    fn, args, dynamic = models.CASES["block"]()
+    args = tuple(a.to(torch.bfloat16) for a in args)
+    options: dict[str, Any] = {"target": "cuda", "dynamic": dynamic, "constants": ("w", "b"), "log_dir": str(tmp_path)}
+    run = tvmcap.tune(fn, args, trials=8, **options)
+    assert (tmp_path / "records.jsonl").exists(), run
+    lib = tvmcap.build(fn, args, **options)
+    assert lib.manifest.verified
+    assert all(task["tuned"] for task in lib.manifest.coverage)
+
+
+def test_loop_nests_tune_on_the_card(tmp_path: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(4, 16, 3, padding=1), torch.nn.ReLU()).eval()
+    x = torch.randn(2, 4, 16, 16)
+    tvmcap.tune(net, (x,), target="cuda", trials=8, log_dir=str(tmp_path))
+    assert tvmcap.build(net, (x,), target="cuda", log_dir=str(tmp_path)).manifest.verified
