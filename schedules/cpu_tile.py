@@ -22,7 +22,8 @@ class Knobs:
     mr: rows of a full register tile.
     nv: vectors of a full register tile's row; a panel holds a multiple of it.
     mc: most rows of one task.
-    kc: steps of K between two visits of the accumulators' memory; 0 for all of K.
+    kc: steps of K summed in registers before they are added to memory; 0 for all of K. Rounding
+        errors grow with the length of a sum, so long ones are cut whatever the speed.
     unroll: steps of K a turn of the innermost loop.
     order: "n" for panels outermost, "m" for blocks of rows outermost.
     direct: at most so many rows read a row-major B in place; more pack its panels first.
@@ -57,7 +58,7 @@ class Tiles:
     width: columns of a panel.
     a, k: flat view of A and the length of its rows.
     kc: steps of one block of K.
-    fresh: sums start at zero; else they go on from the tile's memory.
+    whole: one block is all of K; else the sums of each block are added to the tile's memory.
     """
 
     knobs: Knobs
@@ -67,7 +68,7 @@ class Tiles:
     a: Any
     k: Expr
     kc: Expr
-    fresh: bool
+    whole: bool
 
     def rows(self, panel: Panel, a0: Expr, left: Expr, kl: Expr, memory: Any, most: int) -> Any:
         """Return the loop over full tiles of ``most`` rows, and one tile of the rows that remain.
@@ -107,12 +108,9 @@ class Tiles:
         spots = [(i, v, b.const(i * count + v)) for i in range(r) for v in range(count)]
         places = {(i, v): b.lanes(at + (i * self.width + v * lanes), lanes) for i, v, _ in spots}
 
-        def start(i: int, v: int) -> Expr:
-            return (
-                tirx.Broadcast(zero(), lanes)
-                if self.fresh
-                else tirx.BufferLoad(memory, [places[i, v]])
-            )
+        def total(i: int, v: int, s: Expr) -> Expr:
+            sum_ = tirx.BufferLoad(acc, [s])
+            return sum_ if self.whole else tirx.BufferLoad(memory, [places[i, v]]) + sum_
 
         def step(k: Expr) -> list[Any]:
             base = panel.base + k * panel.stride
@@ -129,16 +127,13 @@ class Tiles:
         unroll = self.knobs.unroll if _divides(self.knobs.unroll, self.k, self.kc) else 1
         return b.seq(
             tirx.AllocBuffer(acc),
-            *(tirx.BufferStore(acc, start(i, v), [s]) for i, v, s in spots),
+            *(tirx.BufferStore(acc, tirx.Broadcast(zero(), lanes), [s]) for _, _, s in spots),
             b.loop(
                 "k",
                 tirx.truncdiv(kl, b.const(unroll)),
                 lambda k: b.seq(*(s for u in range(unroll) for s in step(k * unroll + u))),
             ),
-            *(
-                tirx.BufferStore(memory, tirx.BufferLoad(acc, [s]), [places[i, v]])
-                for i, v, s in spots
-            ),
+            *(tirx.BufferStore(memory, total(i, v, s), [places[i, v]]) for i, v, s in spots),
         )
 
 

@@ -35,7 +35,8 @@ class Knobs:
         return self.bm // self.tm * (self.bn // self.tn) * self.groups
 
 
-FEW, SOME = 16, 512
+FEW = 16
+SM_COUNT = hopper_gemm.SM_COUNT
 _SHAPES = (
     Knobs(8, 32, 16, 8, 1, 16),
     Knobs(8, 32, 16, 8, 1, 8),
@@ -70,19 +71,23 @@ def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
 
 
 def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
-    """Narrow tiles with K split inside the block where rows are few, square ones elsewhere."""
-    return _default(gemm.rows if isinstance(gemm.rows, int) else SOME + 1)
+    """Narrow tiles with K split inside the block where rows are few, else the largest tile that fills the card."""
+    rows = gemm.rows if isinstance(gemm.rows, int) else 1 << 30
+    return next(knobs for bound, knobs in ranges(gemm, target) if bound is None or rows <= bound)
 
 
 def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
-    """The defaults of a symbolic number of rows."""
-    return [(FEW, _default(FEW)), (SOME, _default(SOME)), (None, _default(SOME + 1))]
-
-
-def _default(rows: int) -> Knobs:
-    if rows <= FEW:
-        return Knobs(8, 32, 16, 8, 1, 8)
-    return Knobs(32, 64, 16, 4, 4, 2) if rows <= SOME else Knobs()
+    """The defaults by rows: a larger tile serves once its blocks fill every multiprocessor."""
+    columns = gemm.n if isinstance(gemm.n, int) else 1024
+    batch = int(np.prod([e if isinstance(e, int) else 1 for e in gemm.batch])) if gemm.batch else 1
+    found: list[tuple[int | None, Knobs]] = [(FEW, Knobs(8, 32, 16, 8, 1, 8))]
+    steps = [Knobs(32, 64, 16, 4, 4, 2), Knobs(64, 64, 16, 4, 4, 1), Knobs()]
+    for small, large in zip(steps, steps[1:], strict=False):
+        across = -(-columns // large.bn) * batch
+        enough = -(-SM_COUNT // across) * large.bm - large.bm  # rows below which the larger tile leaves some idle
+        if enough > (found[-1][0] or 0):
+            found.append((enough, small))
+    return [*found, (None, steps[-1])]
 
 
 def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:

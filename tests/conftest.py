@@ -71,6 +71,26 @@ def hopper_block() -> Any:
         return tvmcap.build(gelu_tanh, args, dynamic={"x": {0: "B"}}, target=target, tune="none")
 
 
+@pytest.fixture(scope="session")
+def blocks() -> Any:
+    """Return ``blocks(form, dtype)``: the block with GELU's "erf" or "tanh" form, x [B, 32], w [32, 48], and its library."""
+    import torch
+
+    import tvmcap
+    from examples.models import gelu_erf, gelu_tanh
+
+    made: dict[Any, Any] = {}
+
+    def block(form: str, dtype: torch.dtype) -> tuple[Any, Any]:
+        fn = {"erf": gelu_erf, "tanh": gelu_tanh}[form]
+        if (form, dtype) not in made:
+            args = tuple(torch.zeros(s, dtype=dtype) for s in ((4, 32), (32, 48), (48,)))
+            made[form, dtype] = tvmcap.build(fn, args, dynamic={"x": {0: "B"}}, target="llvm", tune="none", verify=False)
+        return fn, made[form, dtype]
+
+    return block
+
+
 def pytest_unconfigure() -> None:
     """Remove the folders."""
     shutil.rmtree(_HOME, ignore_errors=True)

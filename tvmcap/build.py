@@ -12,7 +12,7 @@ from typing import Any
 from tvmcap import cache, pipeline, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, make_config
-from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError
+from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLibraryError
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import Captured, capture, fingerprint
 from tvmcap.compiled import Compiled
@@ -56,12 +56,14 @@ def build(
         from tvmcap.lazy import Lazy
 
         return Lazy(fn, config)
-    return compile_once(fn, args, dict(kwargs or {}), config)
+    return compile_once(fn, args, kwargs if kwargs is None else dict(kwargs), config)
 
 
-def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any], config: Config) -> Compiled:
-    """Find the library in the compile cache, or make it; then load it, and verify it where it is new."""
+def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None, config: Config) -> Compiled:
+    """Find the library in the compile cache, or make it; then load it, and verify it where nobody did."""
     start = time.perf_counter()
+    if isinstance(fn, str | os.PathLike) and not Path(fn).is_file():
+        raise CaptureError(f"{os.fspath(fn)!r} is no file; expected one that torch.export.save wrote")
     target = codegen.make_target(config.target)
     stores = open_stores(config, target)
     made: dict[str, Any] = {}
@@ -79,7 +81,7 @@ def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any], co
         compiled = _open(cache.store(key, make, config.cache_dir), config, made)
     if compiled.capture_again is None:
         compiled.capture_again = lambda: capture(fn, args, kwargs, config)
-    if not compiled.from_cache:
+    if not compiled.from_cache or (config.verify and not compiled.manifest.verified):
         _report(compiled, config)
     return compiled
 
@@ -134,7 +136,7 @@ def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
 
 
 def _report(compiled: Compiled, config: Config) -> None:
-    """Verify a new library where that is wanted and possible, and say how much of it is tuned."""
+    """Verify a library where that is wanted and possible, and say how much of it is tuned."""
     if config.verify and compiled.executor is not None:
         from tvmcap.verify.check import verify
 

@@ -11,6 +11,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tvmcap.graph.fuse import fuse, legalize, own_outputs
+from tvmcap.graph.rewrite import outputs_of
 
 TARGET = tvm.target.Target({"kind": "llvm"})
 
@@ -162,15 +163,63 @@ def test_elementwise_joins_its_producer_and_a_reduction_does_not(between: bool, 
     assert ("gelu" in names[0]) == between
 
 
+def results(mod):
+    """Values of main's outputs, aliases followed."""
+    values = {b.var: b.value for block in mod["main"].body.blocks for b in block.bindings}
+
+    def follow(var):
+        return follow(values[var]) if isinstance(var, relax.Var) and var in values else var
+
+    return [follow(v) for v in outputs_of(mod["main"])]
+
+
 def test_each_output_gets_a_kernel_that_writes_it() -> None:
+    """An argument and a repeated result are copied; a view is a kernel of its own already."""
     with TARGET:
-        done = own_outputs(Outputs)
-    main = done["main"]
-    values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
-    results = [values[v] if isinstance(values[v], relax.Call) else values[values[v]] for v in main.body.body.fields]
-    copies = [r.op.name == "relax.call_tir" for r in results]
-    assert copies == [True, False, True, True, True]
-    assert [str(r.ty.shape) for r in main.body.body.fields] == [str(t.shape) for t in Outputs["main"].ret_ty.fields]
+        done = legalize(Outputs)
+    kernels = [r.args[0].name_hint for r in results(done)]
+    assert [k.startswith("copy") for k in kernels] == [True, False, True, False, False]
+    types = [str(t.shape) for t in Outputs["main"].ret_ty.fields]
+    assert [str(t.shape) for t in done["main"].ret_ty.fields] == types
+
+
+def test_a_constant_output_gets_a_kernel_too() -> None:
+    """Also one that only folding makes constant, and one that reads no argument at all."""
+
+    @I.ir_module
+    class Constants:
+        @R.function
+        def main(
+            x: R.Tensor((2,), "float32"),
+        ) -> R.Tuple(R.Tensor((2,), "float32"), R.Tensor((), "float32"), R.Tensor((2,), "float32")):
+            with R.dataflow():
+                y: R.Tensor((2,), "float32") = R.exp(x)
+                c: R.Tensor((), "float32") = R.add(R.const(1.0, "float32"), R.const(2.0, "float32"))
+                o: R.Tensor((2,), "float32") = R.ones(R.shape([2]), "float32")
+                R.output(y, c, o)
+            return (y, c, o)
+
+    with TARGET:
+        done = fuse(legalize(Constants))
+    assert all(isinstance(r, relax.Call) for r in results(done))
+    assert len({id(r) for r in results(done)}) == 3
+
+
+def test_parts_of_one_result_are_not_copied() -> None:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4, 6), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            pair = builder.emit(relax.op.split(x, 2, axis=1))
+            first = builder.emit(relax.TupleGetItem(pair, 0))
+            again = builder.emit(relax.TupleGetItem(pair, 0))
+            second = builder.emit(relax.TupleGetItem(pair, 1))
+            parts = [builder.emit_output(v) for v in (first, second, again)]
+        builder.emit_func_output(relax.Tuple(parts))
+    with TARGET:
+        done = legalize(builder.get())
+    copies = [isinstance(r, relax.Call) and r.args[0].name_hint.startswith("copy") for r in results(done)]
+    assert copies == [False, False, True]
 
 
 def test_own_outputs_compute_the_same() -> None:

@@ -52,9 +52,9 @@ def task(module):
 
 @pytest.fixture(scope="module")
 def settings(task):
-    """Three settings of the template."""
+    """Three settings of the template with the least code."""
     points = task.template.space(task.problem, TARGET)
-    return [points[0], points[len(points) // 2], points[-1]]
+    return sorted(points, key=lambda k: (k.mr * k.nv, k.unroll, k.direct))[:3]
 
 
 def scheduled(module, records=()):
@@ -67,11 +67,7 @@ def ranges(coverage):
     return list(coverage[0].ranges)
 
 
-def nothing(task):
-    return []
-
-
-def check(module, sizes=(1, 5, 40)) -> None:
+def check(module, sizes) -> None:
     main = machine(plan(module))
     w = np.random.default_rng(1).standard_normal((8, 48), dtype=np.float32) / 3
     for rows in sizes:
@@ -93,7 +89,6 @@ def test_one_record_decides_for_every_size(module, task, settings) -> None:
     assert served.tuned and served.reason == ""
     assert served.ranges == {"any": task.template.knobs_to_json(settings[1])}
     assert list(served.records) == ["rows=16"] and "3.0 us" in served.records["rows=16"]
-    check(done)
 
 
 def test_records_at_two_sizes_meet_at_their_geometric_mean(module, task, settings) -> None:
@@ -119,8 +114,9 @@ def test_no_more_variants_than_pay(module, task, settings) -> None:
     done, coverage = scheduled(module, made)
     assert len(coverage[0].ranges) == apply.MAX_VARIANTS
     bounds = [int(r.removeprefix("<=")) for r in ranges(coverage)[:-1]]
-    assert bounds == sorted(bounds)
-    check(done, (1, 3, 30, 300))
+    assert bounds == sorted(bounds) and len(bounds) == 2
+    kernels = [g.name_hint for g, f in done.functions.items() if isinstance(f, tirx.PrimFunc)]
+    assert len(kernels) == apply.MAX_VARIANTS
 
 
 def test_a_static_size_takes_its_own_record_else_the_nearest(settings) -> None:
@@ -135,7 +131,7 @@ def test_a_static_size_takes_its_own_record_else_the_nearest(settings) -> None:
 def test_kernels_of_one_structure_share_a_task_and_a_record() -> None:
     mod = fused(mlp((16, 16, 16, 16)))
     done, coverage = scheduled(mod)
-    assert [s.calls for s in coverage] == [3] or sum(s.calls for s in coverage) == 3
+    assert [s.calls for s in coverage] == [3]
     kernels = [f for f in done.functions.values() if isinstance(f, tirx.PrimFunc)]
     assert all(f.attrs["tirx.is_scheduled"] for f in kernels)
 

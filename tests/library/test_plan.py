@@ -206,6 +206,7 @@ def test_views_duplicates_and_arguments_as_outputs() -> None:
         return [x, y, y, b.emit(relax.op.reshape(x, (size,))), b.emit(relax.op.reshape(y, (size,)))]
 
     done = planned(module(make, ("B", 4)))
+    assert sum(map(is_launch, calls(done))) == 5 and planned_bytes(done, {"B": 1}) == 0
     x = numbers(3, 4)
     got = run(machine(done), [x], [(3, 4)] * 3 + [(12,)] * 2)
     y = np.exp(x.astype(np.float64))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tvm
 from tvm import relax, topi
 
-from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
+from tvmcap.graph.rewrite import outputs_of, rebuild
 
 
 def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     """Ensures main holds only call_tir, one PrimFunc an operator, and each output is a tensor of its own."""
-    mod = own_outputs(mod)
     for step in (
         relax.transform.LegalizeOps(),
-        relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
+        own_outputs,  # after folding, which would undo the copy of a constant
+        relax.transform.AnnotateTIROpPattern(),
         relax.transform.DeadCodeElimination(["main"]),
     ):
         mod = step(mod)
@@ -35,24 +36,30 @@ def fuse(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
-    """Copy each output of main that is an argument, a constant, a view of an argument, or a tensor returned before.
+    """Copy each output of main that is an argument, a constant, or a tensor returned before.
 
     A library writes its outputs into tensors of the caller, so each needs a kernel that writes it.
     """
     main = mod["main"]
     values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
-    params, seen, copied = set(main.params), set(), set()
+    seen, copied = set(), set()
     for i, output in enumerate(outputs_of(main)):
-        source = output
-        while isinstance(values.get(source), relax.Var) or is_op(values.get(source), "reshape", "flatten"):
-            value = values[source]
-            source = value if isinstance(value, relax.Var) else value.args[0]
-        computed = isinstance(values.get(source), relax.Call)
-        if not computed or source in params or source in seen:
+        result = _kernel_result(values, output)
+        if result is None or result in seen:
             copied.add(i)
-        seen.add(source)
+        seen.add(result)
 
     def finish(builder: Any, i: int, output: Any) -> Any:
         return builder.emit_te(topi.identity, output, primfunc_name_hint="copy") if i in copied else output
 
     return rebuild(mod, lambda builder, value: None, finish) if copied else mod
+
+
+def _kernel_result(values: Mapping[Any, Any], var: Any) -> tuple[Any, int] | None:
+    """Return the call that computes a variable and which of its results it is; None where no call does."""
+    while isinstance(values.get(var), relax.Var):
+        var = values[var]
+    value = values.get(var)
+    if isinstance(value, relax.TupleGetItem):
+        return value.tuple_value, value.index
+    return (var, 0) if isinstance(value, relax.Call) else None

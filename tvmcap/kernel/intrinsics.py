@@ -80,17 +80,17 @@ _LOG = (
 
 
 def expand(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return ``func`` with float elementary functions written out, 16-bit ones in float32.
+    """Return ``func`` with float elementary functions written out, float16 ones in float32.
 
+    bfloat16 calls stay: TVM's BF16ComputeLegalize copies operands, and a copied Let is an error.
     ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does.
     """
     forms = ((tvm.ir.Call, _rewrite), (tirx.Max, _max), (tirx.Min, _min))
-    body = tvm_ffi.structural_map(func.body, forms)
-    return func.with_body(tvm_ffi.structural_map(body, (tirx.BufferStore, _flatten)))
+    return func.with_body(tvm_ffi.structural_map(func.body, forms))
 
 
 def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures that PrimFuncs call no float function that LLVM would leave to the C library."""  # noqa: D401
+    """Ensures that PrimFuncs call no float function that LLVM would leave to the C library."""
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
             mod = mod.clone()
@@ -98,36 +98,10 @@ def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
     return mod
 
 
-def _flatten(store: Any) -> Any:
-    """Return a store with its Lets before it as Binds, unless a guard keeps them from running early.
-
-    TVM passes copy expressions (rounding to bfloat16, common subexpressions); a copied Let is an error.
-    """
-    binds: list[Any] = []
-    guards: list[Any] = []
-
-    def lift(expr: Expr) -> Expr:
-        return tvm_ffi.structural_map(expr, (tirx.Let, before), order="pre")
-
-    def before(let: Any) -> Expr:
-        binds.append(tirx.Bind(let.var, lift(let.value)))
-        return lift(let.body)
-
-    def guard(call: Any) -> None:
-        if getattr(call.op, "name", "") == "prim.if_then_else":
-            guards.append(call)
-
-    tvm_ffi.structural_walk(store.value, (tvm.ir.Call, guard))
-    value = lift(store.value)
-    if guards or not binds:
-        return store
-    return tirx.SeqStmt([*binds, tirx.BufferStore(store.buffer, value, store.indices)])
-
-
 def _rewrite(call: Any) -> Expr:
     form = _FORMS.get(getattr(call.op, "name", ""))
     dtype = str(call.ty)
-    if form is None or dtype not in ("float32", "float16", "bfloat16"):
+    if form is None or dtype not in ("float32", "float16"):
         return call
     args = [a if dtype == "float32" else tirx.Cast("float32", a) for a in call.args]
     result = form(*args)
@@ -147,24 +121,15 @@ def _min(node: Any) -> Expr:
 def _extreme(node: Any, wins: Callable[[Expr, Expr], Expr]) -> Expr:
     """Return ``b`` if it wins, else ``a``: a NaN in a stays, one in b is asked for."""
     a, b = (node.b, node.a) if isinstance(node.a, tirx.FloatImm) else (node.a, node.b)
-    dtype = str(node.ty)
-    if not dtype.startswith(("float", "bfloat")):
+    if not str(node.ty).startswith("float"):
         return node
     if isinstance(b, tirx.FloatImm):
         return _let(a, lambda a: tirx.Select(wins(b, a), b, a))
-    return _let(
-        a,
-        lambda a: _let(
-            b,
-            lambda b: tirx.Select(
-                tirx.Or(
-                    wins(b, a), tirx.isnan(tirx.Cast("float32", b) if dtype == "bfloat16" else b)
-                ),
-                b,
-                a,
-            ),
-        ),
-    )
+
+    def pick(a: Expr, b: Expr) -> Expr:
+        return tirx.Select(tirx.Or(wins(b, a), tirx.isnan(b)), b, a)
+
+    return _let(a, lambda a: _let(b, lambda b: pick(a, b)))
 
 
 def _f(value: float) -> Expr:

@@ -1,0 +1,316 @@
+"""End to end on the CPU: the models a user would bring, in every dtype, at sizes nobody compiled for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tvmcap
+from examples import models
+from tvmcap import pipeline
+from tvmcap.base import codegen
+from tvmcap.base.errors import BuildError, CaptureError, ConfigError, VerifyError
+
+B = {"x": {0: "B"}}
+WIDE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    make = torch.Generator().manual_seed(hash((shape, seed)) % 2**31)
+    return torch.randn(shape, generator=make).to(dtype)
+
+
+def weights(dtype: torch.dtype = torch.float32, k: int = 32, n: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
+    return (values(k, n) / k**0.5).to(dtype), values(n, dtype=dtype)
+
+
+def close(got: torch.Tensor, fn: Any, *args: torch.Tensor) -> None:
+    """Hold the largest error against float64 to twice eager's own plus one ulp of the largest value."""
+    dtype = args[0].dtype
+    with torch.no_grad():
+        eager = fn(*args)
+        wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
+        wanted = wide(*(a.double() for a in args))
+    assert got.shape == eager.shape and got.dtype == eager.dtype
+    ulp = torch.finfo(dtype).eps * wanted.abs().max().clamp(min=1)
+    budget = 2 * (eager.double() - wanted).abs().max() + ulp if wanted.numel() else 0
+    assert not wanted.numel() or (got.double() - wanted).abs().max() <= budget
+
+
+def small(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[tuple[int, ...]], dict[str, dict[int, str]]]:
+    """A model with its example's shape first, then others."""
+    torch.manual_seed(3)
+    model, shapes, dynamic = {
+        "mlp": lambda: (models.MLP(16, 4), [(4, 16), (1, 16), (19, 16)], B),
+        "norm_mlp": lambda: (models.NormMLP(16), [(4, 16), (1, 16), (19, 16)], B),
+        "convnet": lambda: (models.ConvNet(4), [(3, 3, 8, 8), (1, 3, 8, 8), (5, 3, 8, 8)], B),
+        "attention": lambda: (models.SelfAttention(16, 2), [(3, 5, 16), (1, 1, 16), (2, 9, 16)], {"x": {0: "B", 1: "T"}}),
+    }[name]()
+    return model.eval().to(dtype), shapes, dynamic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "norm_mlp", "convnet", "attention"])
+def test_models(name: str, dtype: torch.dtype) -> None:
+    model, shapes, dynamic = small(name, dtype)
+    lib = tvmcap.build(model, (values(*shapes[0], dtype=dtype),), dynamic=dynamic, target="llvm", tune="none", verify=False)
+    for shape in shapes:
+        x = values(*shape, dtype=dtype, seed=1)
+        close(lib(x), model, x)
+    assert set(lib.manifest.frozen) >= {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("form", ["erf", "tanh"])
+def test_block(blocks: Any, form: str, dtype: torch.dtype) -> None:
+    fn, lib = blocks(form, dtype)
+    w, b = weights(dtype)
+    for rows in (1, 2, 7, 64, 131):
+        x = values(rows, 32, dtype=dtype, seed=rows)
+        close(lib(x, w, b), fn, x, w, b)
+    assert lib.manifest.kernels_per_call == 1
+    assert len(lib.executor.kernel_launches(values(3, 32, dtype=dtype), w, b)) == 1
+
+
+def test_verify_is_the_default_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tvmcap"):
+        lib = tvmcap.build(lambda x: x * 2 + 1, (values(3, 4),), target="llvm", dynamic=B)
+    assert lib.manifest.verified is True and "verified: yes" in lib.explain()
+    assert tvmcap.load(lib.path).manifest.verified is True
+
+
+def test_a_wrong_library_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tvmcap.kernel import fallback
+
+    real = fallback.schedule
+
+    def broken(func: Any, target: Any) -> Any:
+        import tvm_ffi
+        from tvm import tirx
+
+        def off(store: Any) -> Any:
+            return tirx.BufferStore(store.buffer, store.value + tirx.FloatImm("float32", 0.001), store.indices)
+
+        done, rule = real(func, target)
+        return done.with_body(tvm_ffi.structural_map(done.body, (tirx.BufferStore, off))), rule
+
+    monkeypatch.setattr(fallback, "schedule", broken)
+    with pytest.raises(VerifyError, match="out0"):
+        tvmcap.build(lambda x: x.exp() * 3, (values(3, 4),), target="llvm")
+    monkeypatch.setattr(fallback, "schedule", real)
+    with pytest.raises(VerifyError):  # what failed once is no good from the cache either
+        tvmcap.build(lambda x: x.exp() * 3, (values(3, 4),), target="llvm")
+
+
+def test_numpy_in_numpy_out(blocks: Any) -> None:
+    fn, lib = blocks("tanh", torch.float32)
+    w, b = weights()
+    x = values(6, 32)
+    got = lib(x.numpy(), w.numpy(), b.numpy())
+    assert isinstance(got, np.ndarray)
+    close(torch.from_numpy(got), fn, x, w, b)
+
+
+def test_dlpack_in_dlpack_out(blocks: Any) -> None:
+    import tvm_ffi
+
+    fn, lib = blocks("tanh", torch.float32)
+    w, b = weights()
+    x = values(6, 32)
+    got = lib(*(tvm_ffi.from_dlpack(t) for t in (x, w, b)))
+    assert isinstance(got, tvm_ffi.Tensor)
+    close(torch.from_dlpack(got), fn, x, w, b)
+
+
+def test_fresh_results_and_out(blocks: Any) -> None:
+    fn, lib = blocks("tanh", torch.float32)
+    w, b = weights()
+    x = values(6, 32)
+    first, second = lib(x, w, b), lib(x + 1, w, b)
+    assert first.data_ptr() != second.data_ptr()
+    close(first, fn, x, w, b)
+    mine = torch.full((6, 48), float("nan"))
+    assert lib(x, w, b, out=mine) is mine
+    close(mine, fn, x, w, b)
+    assert lib(w=w, b=b, x=x).equal(mine)
+
+
+def test_examples_may_be_numpy() -> None:
+    lib = tvmcap.build(lambda x: x.relu() - 1, (values(3, 4).numpy(),), target="llvm", dynamic=B, verify=False)
+    x = values(5, 4)
+    assert torch.equal(lib(x), x.relu() - 1)
+
+
+def nested(data: dict[str, Any], scale: float = 1.0) -> Any:
+    x, (y, z) = data["x"], data["pair"]
+    total = x @ y
+    return {"total": total * scale, "rest": (z.exp(), [total, x]), "none": None}
+
+
+def test_nested_inputs_and_outputs() -> None:
+    data = {"x": values(3, 4), "pair": (values(4, 2), values(5))}
+    lib = tvmcap.build(nested, (data,), {"scale": 2.0}, dynamic={"data.x": {0: "B"}}, target="llvm", tune="none", verify=False)
+    for rows in (3, 7):
+        data = {"x": values(rows, 4, seed=2), "pair": (values(4, 2, seed=2), values(5, seed=2))}
+        got, wanted = lib(data, scale=2.0), nested(data, scale=2.0)
+        assert got["none"] is None and set(got) == set(wanted)
+        assert isinstance(got["rest"], tuple) and isinstance(got["rest"][1], list)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    results = [got["total"], got["rest"][0], *got["rest"][1], data["x"]]
+    assert len({t.data_ptr() for t in results}) == len(results)
+
+
+def test_exported_program_and_file(tmp_path: Path) -> None:
+    model, shapes, _ = small("mlp", torch.float32)
+    batch = torch.export.Dim("batch", max=64)
+    program = torch.export.export(model, (values(*shapes[0]),), dynamic_shapes=({0: batch},))
+    lib = tvmcap.build(program, target="llvm", tune="none", verify=False)
+    assert lib.signature.dims[0].max == 64
+    torch.export.save(program, tmp_path / "mlp.pt2")
+    other = tvmcap.build(tmp_path / "mlp.pt2", target="llvm", tune="none", verify=False)
+    for rows in (1, 33):
+        x = values(rows, 16)
+        close(lib(x), model, x)
+        close(other(x), model, x)
+
+
+def test_a_file_that_is_no_program(tmp_path: Path) -> None:
+    (tmp_path / "bad.pt2").write_bytes(b"nonsense")
+    for path in (tmp_path / "bad.pt2", tmp_path / "none.pt2"):
+        with pytest.raises(CaptureError, match=r"\.pt2"):
+            tvmcap.build(path, target="llvm")
+
+
+def test_constants_are_frozen_and_packed(blocks: Any) -> None:
+    fn, _ = blocks("tanh", torch.float32)
+    w, b = weights()
+    lib = tvmcap.build(fn, (values(4, 32), w, b), constants=("w", "b"), dynamic=B, target="llvm", tune="none", verify=False)
+    assert lib.signature.arg_names == ("x",) and lib.manifest.frozen == ("w", "b")
+    assert "frozen at build" in lib.explain()
+    for rows in (1, 9):
+        x = values(rows, 32, seed=4)
+        close(lib(x), lambda x: fn(x, w.to(x.dtype), b.to(x.dtype)), x)
+    before = lib(x)
+    w += 1
+    assert torch.equal(lib(x), before)  # a later change is not seen
+
+
+def test_constants_that_are_no_arguments() -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        tvmcap.build(lambda x: x + 1, (values(2),), constants=("weight",), target="llvm")
+
+
+def test_everything_frozen() -> None:
+    x = values(2, 3)
+    lib = tvmcap.build(lambda x: (x + 1, x.sum()), (x,), constants=("x",), target="llvm")
+    got = lib()
+    torch.testing.assert_close(got, (x + 1, x.sum()))
+    assert lib()[0].data_ptr() != got[0].data_ptr()
+
+
+@pytest.mark.parametrize("disable", [*((name,) for name in pipeline.OPTIONAL), pipeline.OPTIONAL], ids=str)
+def test_without_passes_still_right(disable: tuple[str, ...]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 8)).eval()
+    x = values(4, 12)
+    lib = tvmcap.build(model, (x,), disable=disable, dynamic={0: {0: "B"}}, target="llvm", tune="none", verify=False)
+    for rows in (1, 11):
+        x = values(rows, 12, seed=3)
+        close(lib(x), model, x)
+
+
+def test_unknown_options_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'dynamics'; did you mean 'dynamic'"):
+        tvmcap.build(lambda x: x, (values(2),), dynamics=B)
+    with pytest.raises(ConfigError, match="can be left out are "):
+        tvmcap.build(lambda x: x, (values(2),), disable=("fusion",))
+    with pytest.raises(ConfigError, match=r"did you mean 'x'|there are: x"):
+        tvmcap.build(lambda x: x + 1, (values(2, 2),), dynamic={"y": {0: "B"}}, target="llvm")
+
+
+def test_dump_writes_numbered_files(tmp_path: Path) -> None:
+    tvmcap.build(lambda x: x.exp() + 2, (values(3, 4),), target="llvm", dump=str(tmp_path / "ir"), verify=False, tune="none", cache_dir=str(tmp_path / "c"))
+    names = sorted(p.name for p in (tmp_path / "ir").iterdir())
+    steps = [n.split("_", 1)[1].removesuffix(".py") for n in names]
+    target = codegen.make_target("llvm")
+    listed = [*pipeline.front(target), *pipeline.back(target, lambda task: [], pipeline.Trace())]
+    assert steps == [name for name, _ in listed]
+    numbers = [int(n.split("_")[0]) for n in names]
+    assert numbers == sorted(set(numbers))
+    assert "R.exp" in (tmp_path / "ir" / names[0]).read_text()
+    assert "T.prim_func" in (tmp_path / "ir" / names[-1]).read_text()
+
+
+def test_dump_to_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="choose another folder"):
+        tvmcap.build(lambda x: x.exp() + 3, (values(3, 4),), target="llvm", dump=str(tmp_path / "file" / "ir"), verify=False)
+
+
+def test_explain_says_what_serves_each_kernel(blocks: Any) -> None:
+    _, lib = blocks("tanh", torch.float32)
+    text = lib.explain()
+    assert "0 of 1 tasks tuned; tvmcap tune" in text
+    assert "template:cpu_gemm" in text and "no record" in text
+    assert lib.manifest.key in text and "B" in text and "float32" in text
+    assert dict(lib.passes).keys() >= {"capture", "fuse", "schedule", "plan", "lower", "export"} or lib.from_cache
+
+
+def test_an_untuned_build_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING, "tvmcap"):
+        tvmcap.build(torch.matmul, (values(3, 4), values(4, 4)), target="llvm", verify=False, cache_dir=str(tmp_path))
+    assert "0 of 1 tasks tuned" in caplog.text
+
+
+class Scale(nn.Module):
+    def __init__(self, by: float, rows: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((rows,), by))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x * self.weight)
+
+
+def test_the_cache_hits_and_misses(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": "llvm", "cache_dir": str(tmp_path), "verify": False, "tune": "none", "dynamic": B}
+    x = values(3, 4)
+    first = tvmcap.build(Scale(2.0), (x,), **options)
+    again = tvmcap.build(Scale(2.0), (values(9, 4),), **options)  # another example size of a dynamic dimension
+    assert not first.from_cache and again.from_cache and first.path == again.path
+    assert torch.equal(again(x), x.relu() * 2) and "from the compile cache" in again.explain()
+    others = [
+        tvmcap.build(Scale(3.0), (x,), **options),  # weights
+        tvmcap.build(Scale(2.0), (x,), **{**options, "disable": ("fuse",)}),
+        tvmcap.build(Scale(2.0), (x,), **{**options, "dynamic": None}),
+        tvmcap.build(lambda x: F.relu(x * 2), (x,), **options),
+        tvmcap.build(lambda x: F.relu(x * 4), (x,), **options),  # a constant in the code
+        tvmcap.build(Scale(2.0).double(), (x.double(),), **options),
+        tvmcap.build(Scale(2.0), (x,), **{**options, "target": {"kind": "llvm", "mcpu": "x86-64", "num-cores": 2}}),
+    ]
+    assert not any(lib.from_cache for lib in others)
+    assert len({lib.path for lib in [first, *others]}) == len(others) + 1
+    quiet = tvmcap.build(Scale(2.0), (x,), **{**options, "workers": 1, "log_dir": str(tmp_path / "logs")})
+    assert quiet.from_cache  # options that cannot change the code
+
+
+def test_a_hit_in_another_process_is_the_same_key(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, tvmcap; from tests.test_build import Scale\n"
+        "lib = tvmcap.build(Scale(2.0), (torch.ones(3, 4),), target='llvm', cache_dir=sys.argv[1], verify=False, tune='none')\n"
+        "print(lib.from_cache, lib.manifest.key)"
+    )
+    mine = tvmcap.build(Scale(2.0), (torch.ones(3, 4),), target="llvm", cache_dir=str(tmp_path), verify=False, tune="none")
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.split() == ["True", mine.manifest.key]
