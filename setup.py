@@ -1,4 +1,7 @@
-"""Packaging of tvmcap; `tvmcap/schedules` and `tvmcap/tuning_logs` are links to the folders at the top."""
+"""Packaging of tvmcap.
+
+`tvmcap/schedules` and `tvmcap/tuning_logs` are links to the folders at the top.
+"""
 
 import re
 from pathlib import Path

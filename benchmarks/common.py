@@ -1,4 +1,7 @@
-"""What every benchmark writes: rows of raw samples, and where, when and with what they were taken."""
+"""What every benchmark writes.
+
+Rows of raw samples, and where, when and with what they were taken.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def meta(**more: Any) -> dict[str, Any]:
         "card": card,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if card else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if card
+        else None,
         "python": platform.python_version(),
         "versions": {**versions(), "torch": torch.__version__},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -57,7 +62,9 @@ def _output(*command: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor()

@@ -1,7 +1,7 @@
 """Blocks and small models on a GPU: right in three dtypes at odd sizes, one kernel a block, and time against eager.
 
-    python benchmarks/gpu_blocks.py build FOLDER [CASE...]       (needs nvcc; no GPU)
-    python benchmarks/gpu_blocks.py run FOLDER --json OUT        (on the GPU; TVM's runtime alone serves the libraries)
+python benchmarks/gpu_blocks.py build FOLDER [CASE...]       (needs nvcc; no GPU)
+python benchmarks/gpu_blocks.py run FOLDER --json OUT        (on the GPU; TVM's runtime alone serves the libraries)
 """
 
 from __future__ import annotations
@@ -22,14 +22,24 @@ from common import timed, write
 from tvmcap.base.timing import measure, rotated
 
 DTYPES = ("bfloat16", "float16", "float32")
-SIZES = {"block": (1, 7, 128, 2048, 2049), "block_erf": (1, 128, 2049), "mlp": (1, 64, 2049), "norm_mlp": (1, 64, 2049)}
+SIZES = {
+    "block": (1, 7, 128, 2048, 2049),
+    "block_erf": (1, 128, 2049),
+    "mlp": (1, 64, 2049),
+    "norm_mlp": (1, 64, 2049),
+}
 OTHER_SIZES = (1, 8, 33)
 FROZEN = {"block": (False, True), "block_erf": (True,)}
 
 
 def variants() -> list[tuple[str, str, bool]]:
     """List (case, dtype, whether w and b are frozen)."""
-    return [(case, dtype, frozen) for case in models.CASES for dtype in DTYPES for frozen in FROZEN.get(case, (False,))]
+    return [
+        (case, dtype, frozen)
+        for case in models.CASES
+        for dtype in DTYPES
+        for frozen in FROZEN.get(case, (False,))
+    ]
 
 
 def make(case: str, dtype: str) -> tuple[Any, tuple[torch.Tensor, ...], dict[str, dict[int, str]]]:
@@ -37,7 +47,11 @@ def make(case: str, dtype: str) -> tuple[Any, tuple[torch.Tensor, ...], dict[str
     torch.manual_seed(0)
     fn, args, dynamic = models.CASES[case]()
     kind = getattr(torch, dtype)
-    return (fn.to(kind) if isinstance(fn, torch.nn.Module) else fn), tuple(a.to(kind) for a in args), dynamic
+    return (
+        (fn.to(kind) if isinstance(fn, torch.nn.Module) else fn),
+        tuple(a.to(kind) for a in args),
+        dynamic,
+    )
 
 
 def build(folder: Path, cases: list[str]) -> None:
@@ -50,9 +64,18 @@ def build(folder: Path, cases: list[str]) -> None:
             continue
         fn, args, dynamic = make(case, dtype)
         constants = ("w", "b") if frozen else ()
-        lib = tvmcap.build(fn, args, target="cuda", dynamic=dynamic, constants=constants, verify=False)
+        lib = tvmcap.build(
+            fn, args, target="cuda", dynamic=dynamic, constants=constants, verify=False
+        )
         lib.export(folder / f"{case}-{dtype}{'-frozen' if frozen else ''}.so")
-        print(case, dtype, "frozen" if frozen else "", lib.manifest.kernels_per_call, "kernels", flush=True)
+        print(
+            case,
+            dtype,
+            "frozen" if frozen else "",
+            lib.manifest.kernels_per_call,
+            "kernels",
+            flush=True,
+        )
 
 
 def run(folder: Path, out: Path) -> None:
@@ -75,11 +98,16 @@ def run(folder: Path, out: Path) -> None:
             except Exception as e:  # one failing case must not lose the others' figures
                 row["failed"] = f"{type(e).__name__}: {e}"[:400]
             rows.append(row)
-            print(json.dumps({k: v for k, v in row.items() if k not in ("ours_us", "baselines_us")}), flush=True)
+            print(
+                json.dumps({k: v for k, v in row.items() if k not in ("ours_us", "baselines_us")}),
+                flush=True,
+            )
     write(out, rows)
 
 
-def one(lib: Any, fn: Any, args: tuple[torch.Tensor, ...], size: int, frozen: bool) -> dict[str, Any]:
+def one(
+    lib: Any, fn: Any, args: tuple[torch.Tensor, ...], size: int, frozen: bool
+) -> dict[str, Any]:
     """Compare with a double-precision reference, then time library and eager in turns, both as CUDA graphs."""
     x = torch.randn(size, *args[0].shape[1:], device="cuda").to(args[0].dtype)
     rest = tuple(a.cuda() for a in args[1:])

@@ -29,7 +29,10 @@ K, N = 1024, 4096
 
 
 def features(text: str, width: int = K) -> torch.Tensor:
-    """Count each line's character trigrams in ``width`` hashed buckets; float32 [lines, width], rows of unit norm."""
+    """Count each line's character trigrams in ``width`` hashed buckets.
+
+    Float32 [lines, width], rows of unit norm.
+    """
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 3]
     counts = torch.zeros(len(lines), width)
     for row, line in enumerate(lines):

@@ -1,4 +1,7 @@
-"""The blocks that the demo, the benchmarks and the GPU tests compile. Each entry: a maker of (function or module, example inputs, dynamic)."""
+"""The blocks that the demo, the benchmarks and the GPU tests compile. Each entry.
+
+A maker of (function or module, example inputs, dynamic).
+"""
 
 from __future__ import annotations
 

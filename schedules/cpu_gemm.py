@@ -27,7 +27,10 @@ def tiles(target: Any) -> list[tuple[int, int]]:
 
 
 DEPTHS = (128, 256)
-"""Blocks of K: with longer sums the rounding error passes twice that of a vendor's blocked product."""
+"""Blocks of K.
+
+With longer sums the rounding error passes twice that of a vendor's blocked product.
+"""
 
 
 def space(problem: Gemm, target: Any) -> list[Knobs]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Gemm:
     def key(self) -> dict[str, Any]:
         """Return plain JSON that identifies the workload but for symbolic sizes."""
         return {
-            "op": "cpu_gemm",
+            "op": "gemm",
             "layout": self.layout,
             "dtypes": [
                 str(self.a.dtype),
@@ -78,9 +78,17 @@ class Gemm:
 
 
 def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
-    """Return the matrix product that ``func`` is, or None; operands must be parameters."""
+    """Return the matrix product that ``func`` is on llvm, or None."""
     if target.kind.name != "llvm":
         return None
+    return read(func, lambda dtype: pack_width(dtype, target))
+
+
+def read(func: tirx.PrimFunc, width: Callable[[str], int] | None = None) -> Gemm | None:
+    """Return the matrix product that ``func`` is, or None; operands must be parameters.
+
+    ``width`` gives the columns of a packed panel by dtype, where the target packs weights at all.
+    """
     fused = ep.read(func)
     factors = fused and _factors(fused.block)
     if not fused or not factors:
@@ -89,7 +97,8 @@ def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
     (reduction,) = (v for v in fused.block.iter_vars if v.iter_type == tirx.IterVar.CommReduce)
     names = [v.var for v in spatial]
     for a, b in (factors, factors[::-1]):
-        layout = _layout(a, b, names, reduction.var, pack_width(str(b.source.dtype), target))
+        panel = None if width is None else width(str(b.source.dtype))
+        layout = _layout(a, b, names, reduction.var, panel)
         if layout is None or not all(any(x.source.same_as(p) for p in func.params) for x in (a, b)):
             continue
         kind, depth = layout
@@ -171,18 +180,18 @@ def _factors(block: Any) -> tuple[Any, Any] | None:
     return None
 
 
-def _layout(a: Any, b: Any, spatial: Sequence[Any], k: Any, width: int) -> tuple[str, int] | None:
+def _layout(
+    a: Any, b: Any, spatial: Sequence[Any], k: Any, width: int | None
+) -> tuple[str, int] | None:
     """Return B's layout and number of batch dimensions; None where this is no product."""
     *lead, n = spatial
     if not _equal(a.indices, [*lead, k]):
         return None
-    packed = [
-        tirx.floordiv(n, tirx.IntImm("int64", width)),
-        k,
-        tirx.floormod(n, tirx.IntImm("int64", width)),
-    ]
-    if _equal(b.indices, packed) and int(b.source.shape[2]) == width:
-        return "packed", 0
+    if width is not None:
+        panel = tirx.IntImm("int64", width)
+        packed = [tirx.floordiv(n, panel), k, tirx.floormod(n, panel)]
+        if _equal(b.indices, packed) and int(b.source.shape[2]) == width:
+            return "packed", 0
     for depth in range(len(lead) + 1):
         if _equal(b.indices, [*lead[:depth], k, n]):
             return "kn", depth

@@ -1,7 +1,9 @@
 """Hopper GEMM: wgmma fed by TMA, for bf16 and fp16 on sm_90a, with the epilogue read off the fused PrimFunc.
 
-One producer warp group fills a ring of shared-memory stages through TMA, two consumer warp groups of 64 rows each
-multiply them with wgmma and keep float32 accumulators in registers; the grid is persistent. Results leave through
+One producer warp group fills a ring of shared-memory stages through TMA, two consumer warp groups
+of 64 rows each
+multiply them with wgmma and keep float32 accumulators in registers; the grid is persistent. Results
+leave through
 swizzled shared memory and a TMA store, which overlaps the next tile's main loop, or straight from registers.
 Instruction shapes, descriptors and swizzles: PTX ISA 9.0, "Asynchronous warpgroup-level matrix instructions".
 """
@@ -29,7 +31,8 @@ _WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 class Knobs:
     """Tile of 128 x ``bn`` x ``bk``, ``stages`` of it in shared memory, tiles walked in groups of ``group`` rows.
 
-    ``late`` frees a stage one k step late, so that the tensor cores never drain; ``tma_store`` as above.
+    ``late`` frees a stage one k step late, so that the tensor cores never drain; ``tma_store`` as
+    above.
     """
 
     bn: int = 128
@@ -44,41 +47,35 @@ def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
     """Return the matrix product that ``func`` is, where TMA can address its operands and wgmma its types."""
     if target.kind.name != "cuda" or str(target.arch) != "sm_90a":
         return None
-    gemm = _read(func)
+    gemm = cpu_match.read(func)
     if gemm is None or gemm.batch or gemm.layout not in ("nk", "kn"):
         return None
     kinds = {str(gemm.a.dtype), str(gemm.b.dtype)}
     fixed = isinstance(gemm.n, int) and isinstance(gemm.k, int)
-    if len(kinds) != 1 or not kinds <= set(_WGMMA_TYPES) or str(gemm.fused.epilogue.anchor.dtype) != "float32":
+    if (
+        len(kinds) != 1
+        or not kinds <= set(_WGMMA_TYPES)
+        or str(gemm.fused.epilogue.anchor.dtype) != "float32"
+    ):
         return None
     # TMA needs rows that start at multiples of 16 bytes
     return gemm if fixed and gemm.n % 8 == 0 and gemm.k % 8 == 0 else None
 
 
-def _read(func):
-    fused = cpu_match.ep.read(func)
-    factors = fused and cpu_match._factors(fused.block)
-    if not factors: return None
-    spatial = [v for v in fused.block.iter_vars if v.iter_type == tirx.IterVar.DataPar]
-    (reduction,) = (v for v in fused.block.iter_vars if v.iter_type == tirx.IterVar.CommReduce)
-    names = [v.var for v in spatial]
-    for a, b in (factors, factors[::-1]):
-        layout = cpu_match._layout(a, b, names, reduction.var, 1<<30)
-        if layout is None or not all(any(x.source.same_as(p) for p in func.params) for x in (a, b)):
-            continue
-        kind, depth = layout
-        extents = [cpu_match._plain(v.dom.extent) for v in spatial]
-        return cpu_match.Gemm(a.source, b.source, kind, tuple(extents[:depth]), tuple(extents[depth:-1]), extents[-1], cpu_match._plain(reduction.dom.extent), fused, cpu_match.ep.digest(func))
-
-
 def stores_through_tma(gemm: cpu_match.Gemm) -> bool:
-    """Whether the one output can leave through shared memory: 16-bit, so that a swizzle row is 64 columns."""
+    """Whether the one output can leave through shared memory.
+
+    16-bit, so that a swizzle row is 64 columns.
+    """
     outputs = gemm.fused.epilogue.outputs
     return len(outputs) == 1 and str(outputs[0].dtype) in _WGMMA_TYPES
 
 
 def fits(gemm: cpu_match.Gemm, knobs: Knobs) -> bool:
-    """Whether a setting can run: shared memory, a store path for the outputs, and no tile wider than needed."""
+    """Whether a setting can run.
+
+    Shared memory, a store path for the outputs, and no tile wider than needed.
+    """
     if knobs.tma_store and not stores_through_tma(gemm):
         return False
     narrow = knobs.bn <= max(64, -(-gemm.n // 64) * 64)
@@ -100,7 +97,10 @@ def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
 
 
 def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
-    """The setting that did best over shapes on an H200: narrow tiles where rows are few, 128 columns elsewhere."""
+    """The setting that did best over shapes on an H200.
+
+    Narrow tiles where rows are few, 128 columns elsewhere.
+    """
     return _default(gemm, gemm.rows if isinstance(gemm.rows, int) else FEW_ROWS + 1)
 
 
@@ -112,7 +112,11 @@ def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
 
 def _default(gemm: cpu_match.Gemm, rows: int) -> Knobs:
     tma = stores_through_tma(gemm)
-    return Knobs(bn=64, stages=8, tma_store=tma) if rows <= FEW_ROWS or gemm.n <= 64 else Knobs(tma_store=tma)
+    return (
+        Knobs(bn=64, stages=8, tma_store=tma)
+        if rows <= FEW_ROWS or gemm.n <= 64
+        else Knobs(tma_store=tma)
+    )
 
 
 def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
@@ -122,10 +126,25 @@ def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) 
     return tirx.PrimFunc(func.params, kernel.body).with_attr(attrs)
 
 
-FEATURES = ("rows", "n", "k", "bn", "bk", "stages", "group", "late", "tma_store", "tiles", "waves", "bytes_per_stage")
+FEATURES = (
+    "rows",
+    "n",
+    "k",
+    "bn",
+    "bk",
+    "stages",
+    "group",
+    "late",
+    "tma_store",
+    "tiles",
+    "waves",
+    "bytes_per_stage",
+)
 
 
-def features(gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+def features(
+    gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
     rows = gemm.rows if isinstance(gemm.rows, int) else 1024
     table = []
@@ -133,7 +152,20 @@ def features(gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any) -> np.nd
         tiles = -(-rows // 128) * -(-gemm.n // k.bn)
         waves = -(-tiles // SM_COUNT)
         table.append(
-            [rows, gemm.n, gemm.k, k.bn, k.bk, k.stages, k.group, k.late, k.tma_store, tiles, waves, stage_bytes(k)]
+            [
+                rows,
+                gemm.n,
+                gemm.k,
+                k.bn,
+                k.bk,
+                k.stages,
+                k.group,
+                k.late,
+                k.tma_store,
+                tiles,
+                waves,
+                stage_bytes(k),
+            ]
         )
     return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
 

@@ -18,7 +18,7 @@ _WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 def stage_bytes(knobs: Any) -> int:
     """Bytes of shared memory of a setting: the ring, the staged result, barriers and alignment."""
-    ring = knobs.stages * (BM + knobs.bn) * knobs.bk * 2
+    ring: int = knobs.stages * (BM + knobs.bn) * knobs.bk * 2
     return ring + (BM * knobs.bn * 2 if knobs.tma_store else 128) + 2048
 
 
@@ -85,9 +85,16 @@ def _offset(buffer: Any, at: list[Any]) -> Any:
 
 
 def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
-    """Write the kernel over the buffers of the fused function; parameters are added by the caller."""
+    """Write the kernel over the buffers of the fused function.
+
+    Parameters are added by the caller.
+    """
     A, B, C = gemm.a, gemm.b, gemm.fused.epilogue.outputs[0]
-    N, K, M = gemm.n, gemm.k, tirx.Cast("int32", gemm.rows) if not isinstance(gemm.rows, int) else gemm.rows
+    N, K, M = (
+        gemm.n,
+        gemm.k,
+        tirx.Cast("int32", gemm.rows) if not isinstance(gemm.rows, int) else gemm.rows,
+    )
     BN, BK, stages, group, late = knobs.bn, knobs.bk, knobs.stages, knobs.group, int(knobs.late)
     through_tma, nk = knobs.tma_store, gemm.layout == "nk"
     dtype = str(A.dtype)
@@ -99,7 +106,8 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     atoms, chunks = BK // 64, BN // 64
     num_sm = 132
     tx_bytes = (BM + BN) * BK * 2
-    # K-major B: 64 k x BN rows an atom. N-major B: 64 n x BK rows a chunk, transposed by wgmma itself
+    # K-major B: 64 k x BN rows an atom. N-major B: 64 n x BK rows a chunk, transposed by wgmma
+    # itself
     b_box = (64, BN) if nk else (64, BK)
     b_dims = (K, N) if nk else (N, K)
     lead = 1 if nk else BK * 8  # 16-byte units between 64-column chunks
@@ -108,24 +116,75 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     views = Views(gemm)
 
     def finish(value: Any, row: Any, col: Any) -> Any:
-        """The stored value of the one output; past the edge it reads the edge's operands and TMA clips it."""
+        """The stored value of the one output.
+
+        Past the edge it reads the edge's operands and TMA clips it.
+        """
         return views.values(value, position(gemm, T.min(row, M - 1), T.min(col, N - 1)))[0]
 
     def scatter(value: Any, row: Any, col: Any) -> None:
         views.store(value, position(gemm, row, col))
 
     @T.prim_func(check_well_formed=False)
-    def kernel():
+    def kernel() -> None:
         A_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed("runtime.cuTensorMapEncodeTiled", A_map, dtype, 2, A.data, K, M, K * 2, 64, BM, 1, 1, 0, 3, 2, 0)
+        T.call_packed(
+            "runtime.cuTensorMapEncodeTiled",
+            A_map,
+            dtype,
+            2,
+            A.data,
+            K,
+            M,
+            K * 2,
+            64,
+            BM,
+            1,
+            1,
+            0,
+            3,
+            2,
+            0,
+        )
         B_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         T.call_packed(
-            "runtime.cuTensorMapEncodeTiled", B_map, dtype, 2, B.data, b_dims[0], b_dims[1], b_dims[0] * 2,
-            b_box[0], b_box[1], 1, 1, 0, 3, 2, 0,
+            "runtime.cuTensorMapEncodeTiled",
+            B_map,
+            dtype,
+            2,
+            B.data,
+            b_dims[0],
+            b_dims[1],
+            b_dims[0] * 2,
+            b_box[0],
+            b_box[1],
+            1,
+            1,
+            0,
+            3,
+            2,
+            0,
         )
         C_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         if through_tma:
-            T.call_packed("runtime.cuTensorMapEncodeTiled", C_map, out_dtype, 2, C.data, N, M, N * 2, 64, 64, 1, 1, 0, 3, 2, 0)
+            T.call_packed(
+                "runtime.cuTensorMapEncodeTiled",
+                C_map,
+                out_dtype,
+                2,
+                C.data,
+                N,
+                M,
+                N * 2,
+                64,
+                64,
+                1,
+                1,
+                0,
+                3,
+                2,
+                0,
+            )
         T.device_entry()
         views.declare()
         bx = T.cta_id([num_sm])
@@ -163,15 +222,35 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                     n_p = (tile % (group * n_tiles) // rows) * BN
                     for kt in T.serial(k_tiles):
                         T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
-                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(full.ptr_to([stage]), T.uint32(tx_bytes))
+                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(
+                            full.ptr_to([stage]), T.uint32(tx_bytes)
+                        )
                         for ki in T.unroll(atoms):
-                            T.ptx[_LOAD](A_sm.ptr_to([stage * BM * BK + ki * BM * 64]), T.address_of(A_map), kt * BK + ki * 64, m_p, full.ptr_to([stage]))
+                            T.ptx[_LOAD](
+                                A_sm.ptr_to([stage * BM * BK + ki * BM * 64]),
+                                T.address_of(A_map),
+                                kt * BK + ki * 64,
+                                m_p,
+                                full.ptr_to([stage]),
+                            )
                         if nk:
                             for ki in T.unroll(atoms):
-                                T.ptx[_LOAD](B_sm.ptr_to([stage * BN * BK + ki * BN * 64]), T.address_of(B_map), kt * BK + ki * 64, n_p, full.ptr_to([stage]))
+                                T.ptx[_LOAD](
+                                    B_sm.ptr_to([stage * BN * BK + ki * BN * 64]),
+                                    T.address_of(B_map),
+                                    kt * BK + ki * 64,
+                                    n_p,
+                                    full.ptr_to([stage]),
+                                )
                         else:
                             for ni in T.unroll(chunks):
-                                T.ptx[_LOAD](B_sm.ptr_to([stage * BN * BK + ni * BK * 64]), T.address_of(B_map), n_p + ni * 64, kt * BK, full.ptr_to([stage]))
+                                T.ptx[_LOAD](
+                                    B_sm.ptr_to([stage * BN * BK + ni * BK * 64]),
+                                    T.address_of(B_map),
+                                    n_p + ni * 64,
+                                    kt * BK,
+                                    full.ptr_to([stage]),
+                                )
                         stage = stage + 1
                         if stage == stages:
                             stage = 0
@@ -196,12 +275,41 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                     T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
                     T.ptx.wgmma.fence.sync.aligned()
                     for kk in T.unroll(BK // 16):
-                        T.cuda.wgmma.encode_matrix_descriptor(T.address_of(descA), A_sm.ptr_to([stage * BM * BK + kk // 4 * BM * 64 + wg * 64 * 64 + kk % 4 * 16]), 1, 64, 3)
+                        T.cuda.wgmma.encode_matrix_descriptor(
+                            T.address_of(descA),
+                            A_sm.ptr_to(
+                                [stage * BM * BK + kk // 4 * BM * 64 + wg * 64 * 64 + kk % 4 * 16]
+                            ),
+                            1,
+                            64,
+                            3,
+                        )
                         if nk:
-                            T.cuda.wgmma.encode_matrix_descriptor(T.address_of(descB), B_sm.ptr_to([stage * BN * BK + kk // 4 * BN * 64 + kk % 4 * 16]), 1, 64, 3)
+                            T.cuda.wgmma.encode_matrix_descriptor(
+                                T.address_of(descB),
+                                B_sm.ptr_to([stage * BN * BK + kk // 4 * BN * 64 + kk % 4 * 16]),
+                                1,
+                                64,
+                                3,
+                            )
                         else:
-                            T.cuda.wgmma.encode_matrix_descriptor(T.address_of(descB), B_sm.ptr_to([stage * BN * BK + kk * 16 * 64]), lead, 64, 3)
-                        T.ptx[mma](*[acc[i] for i in range(num_acc)], descA, descB, (kt + kk > 0), 1, 1, 0, trans_b)
+                            T.cuda.wgmma.encode_matrix_descriptor(
+                                T.address_of(descB),
+                                B_sm.ptr_to([stage * BN * BK + kk * 16 * 64]),
+                                lead,
+                                64,
+                                3,
+                            )
+                        T.ptx[mma](
+                            *[acc[i] for i in range(num_acc)],
+                            descA,
+                            descB,
+                            (kt + kk > 0),
+                            1,
+                            1,
+                            0,
+                            trans_b,
+                        )
                     T.ptx.wgmma.commit_group.sync.aligned()
                     T.ptx.wgmma.wait_group.sync.aligned(late)
                     if late == 0:
@@ -210,7 +318,9 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                     else:
                         if kt > 0:
                             if lane == 0:
-                                T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([(stage + stages - 1) % stages]))
+                                T.ptx.mbarrier.arrive.shared.b64(
+                                    empty.ptr_to([(stage + stages - 1) % stages])
+                                )
                     stage = stage + 1
                     if stage == stages:
                         stage = 0
@@ -218,9 +328,13 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                 if late > 0:
                     T.ptx.wgmma.wait_group.sync.aligned(0)
                     if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([(stage + stages - 1) % stages]))
+                        T.ptx.mbarrier.arrive.shared.b64(
+                            empty.ptr_to([(stage + stages - 1) % stages])
+                        )
                 rows = T.min(group, m_tiles - tile // (group * n_tiles) * group)
-                m_t = (tile // (group * n_tiles) * group + tile % (group * n_tiles) % rows) * BM + wg * 64
+                m_t = (
+                    tile // (group * n_tiles) * group + tile % (group * n_tiles) % rows
+                ) * BM + wg * 64
                 n_t = (tile % (group * n_tiles) // rows) * BN
                 row = lane // 32 * 16 + lane % 32 // 4
                 col = lane % 4 * 2
@@ -232,19 +346,39 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                     for r in T.unroll(2):
                         if through_tma:
                             for c in T.unroll(2):
-                                pair[c] = finish(acc[i * 4 + r * 2 + c], m_t + row + r * 8, n_t + col + i * 8 + c)
-                            for c in T.vectorized(2):  # 64-column chunks of 128-byte rows, 16-byte units swizzled
-                                C_sm[wg * 64 * BN + i // 8 * 4096 + (row + r * 8) * 64 + T.bitwise_xor(i % 8, lane % 32 // 4) * 8 + col + c] = pair[c]
+                                pair[c] = finish(
+                                    acc[i * 4 + r * 2 + c], m_t + row + r * 8, n_t + col + i * 8 + c
+                                )
+                            for c in T.vectorized(
+                                2
+                            ):  # 64-column chunks of 128-byte rows, 16-byte units swizzled
+                                C_sm[
+                                    wg * 64 * BN
+                                    + i // 8 * 4096
+                                    + (row + r * 8) * 64
+                                    + T.bitwise_xor(i % 8, lane % 32 // 4) * 8
+                                    + col
+                                    + c
+                                ] = pair[c]
                         else:
                             for c in T.unroll(2):
                                 if m_t + row + r * 8 < M and n_t + col + i * 8 + c < N:
-                                    scatter(acc[i * 4 + r * 2 + c], m_t + row + r * 8, n_t + col + i * 8 + c)
+                                    scatter(
+                                        acc[i * 4 + r * 2 + c],
+                                        m_t + row + r * 8,
+                                        n_t + col + i * 8 + c,
+                                    )
                 if through_tma:
                     T.ptx.fence.proxy.async_.shared__cta()
                     T.ptx.bar.sync(T.Cast("uint32", wg + 1), T.uint32(128))
                     if lane == 0:
                         for c in T.unroll(BN // 64):
-                            T.ptx[_STORE](T.address_of(C_map), n_t + c * 64, m_t, C_sm.ptr_to([wg * 64 * BN + c * 4096]))
+                            T.ptx[_STORE](
+                                T.address_of(C_map),
+                                n_t + c * 64,
+                                m_t,
+                                C_sm.ptr_to([wg * 64 * BN + c * 4096]),
+                            )
                         T.ptx.cp.async_.bulk.commit_group()
                 tile = tile + num_sm
             if through_tma:

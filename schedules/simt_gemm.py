@@ -1,7 +1,9 @@
 """SIMT GEMM: float32 arithmetic on CUDA cores, any operand layout and size, the epilogue read off the fused PrimFunc.
 
-It serves what tensor cores cannot: float32 without tf32, rows that TMA cannot address, batched products. Thread blocks
-tile M and N, threads hold small register tiles, and groups of threads split K inside a block where rows are few.
+It serves what tensor cores cannot: float32 without tf32, rows that TMA cannot address, batched
+    products. Thread blocks
+tile M and N, threads hold small register tiles, and groups of threads split K inside a block where
+rows are few.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from tvmcap.schedules.simt_kernel import shared_floats, simt_kernel
 
 @dataclass(frozen=True)
 class Knobs:
-    """A block computes ``bm`` x ``bn``, a thread ``tm`` x ``tn``; ``groups`` of threads split steps of ``bk`` each."""
+    """A block computes ``bm`` x ``bn``, a thread ``tm`` x ``tn``.
+
+    ``groups`` of threads split steps of ``bk`` each.
+    """
 
     bm: int = 128
     bn: int = 128
@@ -59,7 +64,7 @@ def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
     """Return the matrix product that ``func`` is, for any CUDA target."""
     if target.kind.name != "cuda":
         return None
-    gemm = hopper_gemm._read(func)
+    gemm = cpu_match.read(func)
     if gemm is None or gemm.layout not in ("kn", "nk"):
         return None
     return gemm if str(gemm.fused.epilogue.anchor.dtype) == "float32" else None
@@ -67,7 +72,11 @@ def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
 
 def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
     """Every shape whose shared memory fits what a block gets without asking for more."""
-    return [knobs for knobs in _SHAPES if 4 * shared_floats(knobs) <= 48 * 1024 and knobs.threads <= 1024]
+    return [
+        knobs
+        for knobs in _SHAPES
+        if 4 * shared_floats(knobs) <= 48 * 1024 and knobs.threads <= 1024
+    ]
 
 
 def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
@@ -84,7 +93,9 @@ def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
     steps = [Knobs(32, 64, 16, 4, 4, 2), Knobs(64, 64, 16, 4, 4, 1), Knobs()]
     for small, large in zip(steps, steps[1:], strict=False):
         across = -(-columns // large.bn) * batch
-        enough = -(-SM_COUNT // across) * large.bm - large.bm  # rows below which the larger tile leaves some idle
+        enough = (
+            -(-SM_COUNT // across) * large.bm - large.bm
+        )  # rows below which the larger tile leaves some idle
         if enough > (found[-1][0] or 0):
             found.append((enough, small))
     return [*found, (None, steps[-1])]
@@ -92,13 +103,31 @@ def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
 
 def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
     """Write the TIRx kernel of a setting, with the parameters of ``func``."""
-    return tirx.PrimFunc(func.params, simt_kernel(gemm, knobs).body).with_attr({"tirx.is_scheduled": True})
+    return tirx.PrimFunc(func.params, simt_kernel(gemm, knobs).body).with_attr(
+        {"tirx.is_scheduled": True}
+    )
 
 
-FEATURES = ("rows", "n", "k", "batch", "bm", "bn", "bk", "tm", "tn", "groups", "threads", "blocks", "shared")
+FEATURES = (
+    "rows",
+    "n",
+    "k",
+    "batch",
+    "bm",
+    "bn",
+    "bk",
+    "tm",
+    "tn",
+    "groups",
+    "threads",
+    "blocks",
+    "shared",
+)
 
 
-def features(gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+def features(
+    gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
     rows, n, k = (e if isinstance(e, int) else 1024 for e in (gemm.rows, gemm.n, gemm.k))
     batch = int(np.prod([e if isinstance(e, int) else 8 for e in gemm.batch])) if gemm.batch else 1

@@ -11,13 +11,20 @@ from tvmcap.schedules.hopper_kernel import Views, flatten, position
 
 
 def shared_floats(knobs: Any) -> int:
-    """Floats of shared memory of a setting: the tiles of A and B, or the partial sums that replace them at the end."""
-    depth = knobs.bk * knobs.groups
-    return max(depth * (knobs.bm + 4) + depth * (knobs.bn + 4), (knobs.groups - 1) * knobs.bm * knobs.bn)
+    """Floats of shared memory of a setting.
+
+    The tiles of A and B, or the partial sums that replace them at the end.
+    """
+    depth: int = knobs.bk * knobs.groups
+    sums: int = (knobs.groups - 1) * knobs.bm * knobs.bn
+    return max(depth * (knobs.bm + 4) + depth * (knobs.bn + 4), sums)
 
 
 def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
-    """Write the kernel over the buffers of the fused function; parameters are added by the caller."""
+    """Write the kernel over the buffers of the fused function.
+
+    Parameters are added by the caller.
+    """
     A, B = gemm.a, gemm.b
     M, N, K, batch = gemm.rows, gemm.n, gemm.k, _product(gemm.batch)
     BM, BN, BK, TM, TN, groups = knobs.bm, knobs.bn, knobs.bk, knobs.tm, knobs.tn, knobs.groups
@@ -38,7 +45,7 @@ def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
         return flat[(lead * K + k) * N + n] if kn else flat[(lead * N + n) * K + k]
 
     @T.prim_func(check_well_formed=False)
-    def kernel():
+    def kernel() -> None:
         T.device_entry()
         bx = T.cta_id([_int32(m_tiles * n_tiles * batch)])
         tx = T.thread_id([threads])
@@ -81,20 +88,30 @@ def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                     n = T.meta_var(at % BN if kn else at // depth)
                     shared[b_sm + k * b_pitch + n] = T.if_then_else(
                         tirx.all(n_0 + T.Cast("int64", n) < N, k_0 + T.Cast("int64", k) < K),
-                        T.Cast("float32", load_b(B_flat, lead, k_0 + T.Cast("int64", k), n_0 + T.Cast("int64", n))),
+                        T.Cast(
+                            "float32",
+                            load_b(
+                                B_flat, lead, k_0 + T.Cast("int64", k), n_0 + T.Cast("int64", n)
+                            ),
+                        ),
                         T.float32(0),
                     )
             T.cuda.cta_sync()
-            # a short sum for each tile, added to the long one: the error grows with the root of both lengths
+            # a short sum for each tile, added to the long one: the error grows with the root of
+            # both lengths
             for i in T.unroll(TM * TN):
                 part[i] = T.float32(0)
             for kk in T.unroll(BK):
                 for j in T.unroll(TM // min(TM, 4)):
                     for v in T.vectorized(min(TM, 4)):
-                        a_reg[j * 4 + v] = shared[(group * BK + kk) * a_pitch + t_m * TM + j * 4 + v]
+                        a_reg[j * 4 + v] = shared[
+                            (group * BK + kk) * a_pitch + t_m * TM + j * 4 + v
+                        ]
                 for j in T.unroll(TN // wide):
                     for v in T.vectorized(wide):
-                        b_reg[j * wide + v] = shared[b_sm + (group * BK + kk) * b_pitch + j * columns * wide + t_n * wide + v]
+                        b_reg[j * wide + v] = shared[
+                            b_sm + (group * BK + kk) * b_pitch + j * columns * wide + t_n * wide + v
+                        ]
                 for i in T.unroll(TM):
                     for j in T.unroll(TN):
                         part[i * TN + j] = part[i * TN + j] + a_reg[i] * b_reg[j]
@@ -114,7 +131,9 @@ def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
             for i in T.unroll(TM):
                 for j in T.unroll(TN):
                     m = T.meta_var(m_0 + T.Cast("int64", t_m * TM + i))
-                    n = T.meta_var(n_0 + T.Cast("int64", j // wide * columns * wide + t_n * wide + j % wide))
+                    n = T.meta_var(
+                        n_0 + T.Cast("int64", j // wide * columns * wide + t_n * wide + j % wide)
+                    )
                     if tirx.all(m < M, n < N):
                         store(acc[i * TN + j], lead, m, n)
 

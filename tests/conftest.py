@@ -1,4 +1,7 @@
-"""What every test runs under: contract checks on, folders of its own, the user's options out of sight."""
+"""What every test runs under.
+
+Contract checks on, folders of its own, the user's options out of sight.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ def without_gpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hopper_block() -> Any:
-    """Return the block in bfloat16, cross-compiled for Hopper as without a GPU; the batch is dynamic."""
+    """Return the block in bfloat16, cross-compiled for Hopper as without a GPU.
+
+    The batch is dynamic.
+    """
     import torch
 
     import tvmcap
@@ -73,7 +79,10 @@ def hopper_block() -> Any:
 
 @pytest.fixture(scope="session")
 def blocks() -> Any:
-    """Return ``blocks(form, dtype)``: the block with GELU's "erf" or "tanh" form, x [B, 32], w [32, 48], and its library."""
+    """Return ``blocks(form, dtype)``.
+
+    The block with GELU's "erf" or "tanh" form, x [B, 32], w [32, 48], and its library.
+    """
     import torch
 
     import tvmcap

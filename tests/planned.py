@@ -68,7 +68,8 @@ def live_bytes(mod: Any, sizes: Mapping[str, int]) -> int:
         root(v): i for i, b in enumerate(kernels) for v in relax.analysis.free_vars(b.value) if root(v) in born
     }
     return max(
-        (sum(nbytes(v.ty, sizes) for v in born if born[v] <= i <= last.get(v, born[v])) for i in range(len(kernels))),
+        (sum(nbytes(v.ty, sizes) for v in born if born[v] <= i <= last.get(v, born[v])) for i in
+        range(len(kernels))),
         default=0,
     )
 
@@ -82,7 +83,10 @@ def nbytes(ty: Any, sizes: Mapping[str, int]) -> int:
 
 
 def mlp(widths: Sequence[int], rows: int | str = "B", residual: bool = False) -> Any:
-    """Build ``x -> gelu(x @ w) ...``, one product a pair of widths; ``residual`` adds the layer's input where it fits."""
+    """Build ``x -> gelu(x @ w) ...``, one product a pair of widths.
+
+    ``residual`` adds the layer's input where it fits.
+    """
     builder = relax.BlockBuilder()
     extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
     x = relax.Var("x", relax.TensorType((extent, widths[0]), "float32"))

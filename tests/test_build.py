@@ -1,4 +1,7 @@
-"""End to end on the CPU: the models a user would bring, in every dtype, at sizes nobody compiled for."""
+"""End to end on the CPU.
+
+The models a user would bring, in every dtype, at sizes nobody compiled for.
+"""
 
 from __future__ import annotations
 

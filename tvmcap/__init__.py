@@ -33,11 +33,26 @@ _LAZY = {
     "Score": "tvmcap.base.score",
 }
 
-__all__ = ["Captured", "Compiled", "Config", "Dim", "Score", "bisect", "build", "errors", "load", "tune", "verify"]
+__all__ = [
+    "Captured",
+    "Compiled",
+    "Config",
+    "Dim",
+    "Score",
+    "bisect",
+    "build",
+    "errors",
+    "load",
+    "tune",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the rest of the package when it is first used: torch and TVM's compiler take seconds."""
+    """Import the rest of the package when it is first used.
+
+    Torch and TVM's compiler take seconds.
+    """
     if name == "errors":
         return errors
     if name not in _LAZY:

@@ -38,8 +38,10 @@ def build(
 
     Parameters
     ----------
-    fn: what to compile. The parameters of a module are frozen; the arguments of a function stay arguments.
-    args, kwargs: example inputs (torch, numpy or DLPack tensors); without them the first call captures.
+    fn: what to compile. The parameters of a module are frozen; the arguments of a function stay
+        arguments.
+    args, kwargs: example inputs (torch, numpy or DLPack tensors); without them the first call
+        captures.
     config, options: fields of ``Config``, such as ``target="cuda"``, ``dynamic={"x": {0: "B"}}``, ``tune=64``.
 
     Returns
@@ -59,11 +61,18 @@ def build(
     return compile_once(fn, args, kwargs if kwargs is None else dict(kwargs), config)
 
 
-def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None, config: Config) -> Compiled:
-    """Find the library in the compile cache, or make it; then load it, and verify it where nobody did."""
+def compile_once(
+    fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None, config: Config
+) -> Compiled:
+    """Find the library in the compile cache, or make it.
+
+    Then load it, and verify it where nobody did.
+    """
     start = time.perf_counter()
     if isinstance(fn, str | os.PathLike) and not Path(fn).is_file():
-        raise CaptureError(f"{os.fspath(fn)!r} is no file; expected one that torch.export.save wrote")
+        raise CaptureError(
+            f"{os.fspath(fn)!r} is no file; expected one that torch.export.save wrote"
+        )
     target = codegen.make_target(config.target)
     stores = open_stores(config, target)
     made: dict[str, Any] = {}
@@ -87,7 +96,15 @@ def compile_once(fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | N
 
 
 def _make(
-    fn: Any, args: Any, kwargs: Any, config: Config, target: Any, stores: Any, key: str, path: Path, start: float
+    fn: Any,
+    args: Any,
+    kwargs: Any,
+    config: Config,
+    target: Any,
+    stores: Any,
+    key: str,
+    path: Path,
+    start: float,
 ) -> dict[str, Any]:
     """Run the chain: capture, passes, tuning where asked for, codegen, one file."""
     configure_threads()  # before any kernel runs here: TVM's pool cannot grow later
@@ -132,7 +149,9 @@ def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
     except IncompatibleLibraryError as e:
         executor, foreign = None, str(e)
     manifest = executor.manifest if executor is not None else read_manifest(path)
-    return Compiled(path, manifest, executor, foreign, config=config, from_cache="module" not in made, **made)
+    return Compiled(
+        path, manifest, executor, foreign, config=config, from_cache="module" not in made, **made
+    )
 
 
 def _report(compiled: Compiled, config: Config) -> None:
@@ -152,7 +171,9 @@ def _report(compiled: Compiled, config: Config) -> None:
         logger.warning("%s", notice)
 
 
-def _identity(fn: Any, args: Any, kwargs: Any, config: Config, target: Any, stores: Any) -> dict[str, Any]:
+def _identity(
+    fn: Any, args: Any, kwargs: Any, config: Config, target: Any, stores: Any
+) -> dict[str, Any]:
     """Everything that decides the bytes of the library."""
     return {
         "source": fingerprint(fn, args, kwargs, config),

@@ -29,7 +29,8 @@ class Compiled:
     ----------
     path: the library file; ``manifest`` is what it says of itself.
     executor: runs it; None for a library of another machine, and ``foreign`` says why.
-    config, module, passes: what the compiler knew; None or empty after ``load`` or from the compile cache.
+    config, module, passes: what the compiler knew; None or empty after ``load`` or from the compile
+        cache.
     capture_again: makes ``captured`` when it is first asked for.
     """
 
@@ -56,19 +57,27 @@ class Compiled:
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run it on torch tensors, numpy arrays or DLPack objects; the same kind comes back.
 
-        Raises InputError where an argument does not match the signature; LibraryError for a library of another machine.
+        Raises InputError where an argument does not match the signature; LibraryError for a library
+        of another machine.
         """
         if self.executor is None:
             raise LibraryError(f"this library cannot run here: {self.foreign}")
         return self.executor(*args, out=out, **kwargs)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the library to ``path``: one file, and the weights beside it where they pass 512 MB."""
+        """Write the library to ``path``.
+
+        One file, and the weights beside it where they pass 512 MB.
+        """
         copy_library(self.path, path)
         return Path(path)
 
     def scoreboard(
-        self, sizes: Mapping[str, int] | None = None, *, baselines: bool = True, progress: Any = None
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        baselines: bool = True,
+        progress: Any = None,
     ) -> Score:
         """Measure kernels, bytes, memory, latency, and with ``baselines`` eager and torch.compile beside it."""
         from tvmcap.scoreboard import score
@@ -82,7 +91,10 @@ class Compiled:
         return explain(self)
 
     def inspect(self, *parts: str) -> str:
-        """Show the manifest, passes and kernels; ``parts`` may name more (see ``tvmcap inspect --help``)."""
+        """Show the manifest, passes and kernels.
+
+        ``parts`` may name more (see ``tvmcap inspect --help``).
+        """
         from tvmcap.view.inspect import inspect
 
         return inspect(self, *parts)
@@ -96,9 +108,9 @@ class Compiled:
 def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     """Load an exported library; needs TVM's runtime alone, not its compiler and not torch.
 
-    Raises DamagedLibraryError for a truncated or altered file and IncompatibleLibraryError where this machine, its GPU or
+    Raises DamagedLibraryError for a truncated or altered file and IncompatibleLibraryError where
+    this machine, its GPU or
     its TVM is not what the library was built for; both before any code of the file runs.
     """
     executor = Executor(path, device=device)
     return Compiled(Path(path), executor.manifest, executor)
-

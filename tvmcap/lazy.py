@@ -1,4 +1,7 @@
-"""Lazy: what `build` returns without example inputs. The first call captures; a size that later differs becomes free."""
+"""Lazy: what `build` returns without example inputs. The first call captures.
+
+A size that later differs becomes free.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ class Lazy:
         self._compiled = compile_once(self.fn, args, dict(kwargs), self.config)
 
     def _varying(self, args: Any, kwargs: Any) -> dict[str, dict[int, str]]:
-        """Find the dimensions whose size is not that of the first call and that are not free yet; equal sizes share."""
+        """Find the dimensions whose size is not that of the first call and that are not free yet.
+
+        Equal sizes share.
+        """
         found: dict[str, dict[int, str]] = {}
         groups: dict[tuple[int, int], str] = {}
         for name, shape in _shapes(self.fn, args, kwargs):
@@ -73,7 +79,9 @@ class Lazy:
     def compiled(self) -> Compiled:
         """The library of the latest compile; raises LibraryError before the first call."""
         if self._compiled is None:
-            raise LibraryError("nothing is compiled yet: call it once, or pass example inputs to build(fn, args)")
+            raise LibraryError(
+                "nothing is compiled yet: call it once, or pass example inputs to build(fn, args)"
+            )
         return self._compiled
 
     def export(self, path: Any) -> Path:

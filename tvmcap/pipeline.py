@@ -1,4 +1,7 @@
-"""THE list of passes, in order. Nothing else decides order; dumping, timing and contract checks happen here."""
+"""THE list of passes, in order. Nothing else decides order.
+
+Dumping, timing and contract checks happen here.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def front(target: Any) -> list[tuple[str, Pass]]:
         ("canonicalize", canonicalize.canonicalize),
         # 16-bit chains compute in float32 between the loads and stores of the kernels to be
         ("operators", precision.widen),
-        # what is constant can be packed; after widen, because TVM cannot legalize bf16 normalisations
+        # what is constant can be packed; after widen, because TVM cannot legalize bf16
+        # normalisations
         ("fold", canonicalize.fold),
         # before legalize: a matmul is still one operator
         ("layout", partial(layout.layout, pack=partial(spaces.pack_weight, target=target))),
@@ -67,7 +71,10 @@ def back(target: Any, lookup: apply.Lookup, trace: Trace) -> list[tuple[str, Pas
     """From fused kernels to scheduled kernels with storage: what codegen takes."""
     return [
         # a record where one exists, else a rule
-        ("schedule", partial(apply.schedule, target=target, lookup=lookup, coverage=trace.coverage)),
+        (
+            "schedule",
+            partial(apply.schedule, target=target, lookup=lookup, coverage=trace.coverage),
+        ),
         # after schedule: kernels may ask for workspace
         ("plan", plan.plan),
     ]
@@ -75,7 +82,12 @@ def back(target: Any, lookup: apply.Lookup, trace: Trace) -> list[tuple[str, Pas
 
 def count_kernels(planned: tvm.IRModule) -> int:
     """Kernels that one call of a planned module launches."""
-    return sum(1 for block in planned["main"].body.blocks for b in block.bindings if plan.is_launch(b.value))
+    return sum(
+        1
+        for block in planned["main"].body.blocks
+        for b in block.bindings
+        if plan.is_launch(b.value)
+    )
 
 
 def calls(planned: tvm.IRModule, kernel: str) -> bool:
@@ -84,8 +96,14 @@ def calls(planned: tvm.IRModule, kernel: str) -> bool:
 
 
 def peak_bytes(planned: tvm.IRModule) -> int | None:
-    """Bytes of planned intermediates at the largest sizes; None where a dimension has no upper bound."""
-    bounds = {str(k): int(v) for k, v in (planned["main"].attrs or {}).get("tir_var_upper_bound", {}).items()}
+    """Bytes of planned intermediates at the largest sizes.
+
+    None where a dimension has no upper bound.
+    """
+    bounds = {
+        str(k): int(v)
+        for k, v in (planned["main"].attrs or {}).get("tir_var_upper_bound", {}).items()
+    }
     total = 0
     for unit, size in planned.attrs["tvmcap.storage"].items():
         try:
@@ -99,10 +117,14 @@ def check_disable(disable: Sequence[str]) -> None:
     """Raise ConfigError where ``disable`` names something that is no optional pass."""
     for name in disable:
         if name not in OPTIONAL:
-            raise ConfigError(f"disable={name!r}: the passes that can be left out are {', '.join(OPTIONAL)}")
+            raise ConfigError(
+                f"disable={name!r}: the passes that can be left out are {', '.join(OPTIONAL)}"
+            )
 
 
-def run(mod: tvm.IRModule, passes: list[tuple[str, Pass]], target: Any, config: Config, trace: Trace) -> tvm.IRModule:
+def run(
+    mod: tvm.IRModule, passes: list[tuple[str, Pass]], target: Any, config: Config, trace: Trace
+) -> tvm.IRModule:
     """Run passes in order; raises BuildError that names the pass that failed."""
     check_disable(config.disable)
     for name, step in passes:
@@ -130,7 +152,9 @@ def _dump(mod: tvm.IRModule, folder: Path, number: int, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:02d}_{name}.py").write_text(mod.script(show_meta=False))
     except OSError as e:
-        raise BuildError(f"cannot write the IR to {folder}: {e}; choose another folder for dump=") from e
+        raise BuildError(
+            f"cannot write the IR to {folder}: {e}; choose another folder for dump="
+        ) from e
 
 
 def _last_line(error: Exception) -> str:

@@ -12,7 +12,10 @@ __version__ = "0.1.0"
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """Versions of tvmcap, TVM, its FFI and torch; None for what is not installed. Imports none of them."""
+    """Versions of tvmcap, TVM, its FFI and torch; None for what is not installed.
+
+    Imports none of them.
+    """
     names = {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi", "torch": "torch"}
     return {"tvmcap": __version__, **{key: _version(name) for key, name in names.items()}}
 
@@ -26,7 +29,10 @@ def _version(name: str) -> str | None:
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of tvmcap's own source: a library made by other code is not found in the compile cache."""
+    """Hash of tvmcap's own source.
+
+    A library made by other code is not found in the compile cache.
+    """
     digest = hashlib.sha256()
     root = Path(__file__).parent
     for path in sorted([*root.rglob("*.py"), *(root / "schedules").glob("*.py")]):

@@ -1,4 +1,7 @@
-"""Legalize makes one kernel an operator; fuse puts elementwise work into the kernel of its producer."""
+"""Legalize makes one kernel an operator.
+
+Fuse puts elementwise work into the kernel of its producer.
+"""
 
 from __future__ import annotations
 

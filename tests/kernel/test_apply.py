@@ -1,4 +1,7 @@
-"""Apply: a record where one exists, else the template's default, else a rule; and what coverage says of each."""
+"""Apply: a record where one exists, else the template's default, else a rule.
+
+And what coverage says of each.
+"""
 
 from __future__ import annotations
 

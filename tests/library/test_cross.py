@@ -1,4 +1,7 @@
-"""Cross-compilation: a cubin and no source, on a machine without a GPU, and the error that loading it gives here."""
+"""Cross-compilation.
+
+A cubin and no source, on a machine without a GPU, and the error that loading it gives here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Codegen: pointers need 16 bytes, errors carry the compiler's words, a GPU that is not here compiles apart."""
+"""Codegen.
+
+Pointers need 16 bytes, errors carry the compiler's words, a GPU that is not here compiles apart.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plan: outputs in place, intermediates in shared storage, never two that are alive together in one."""
+"""The plan.
+
+Outputs in place, intermediates in shared storage, never two that are alive together in one.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ class _Untyped(relax.PyExprMutator):
 
 
 def module(make, *shapes):
-    """Build ``main`` from a function of a block builder and one variable a shape; strings are symbolic extents."""
+    """Build ``main`` from a function of a block builder and one variable a shape.
+
+    Strings are symbolic extents.
+    """
     builder = relax.BlockBuilder()
     names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
     params = [
@@ -240,7 +246,10 @@ def test_an_output_that_no_kernel_writes_is_refused() -> None:
 
 
 def variants(mod):
-    """Give ``double`` two variants: below 4 rows it adds 1, up to 16 rows it adds 2, beyond it doubles."""
+    """Give ``double`` two variants.
+
+    Below 4 rows it adds 1, up to 16 rows it adds 2, beyond it doubles.
+    """
     functions = dict(mod.functions.items())
     double = mod["double"]
     listed = []
@@ -277,7 +286,8 @@ def test_no_two_live_tensors_share_storage(seed) -> None:
     slots = []
     for _ in range(draw.randint(1, 30)):
         start = draw.randint(0, 20)
-        slots.append(Slot(ALIGN * draw.randint(1, 50), draw.choice(units), start, start + draw.randint(0, 6)))
+        slots.append(Slot(ALIGN * draw.randint(1, 50), draw.choice(units), start, start +
+        draw.randint(0, 6)))
     storages = assign(slots)
     for i, storage in enumerate(storages):
         mine = [s for s in slots if s.storage == i]

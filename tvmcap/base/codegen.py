@@ -1,4 +1,7 @@
-"""Targets: what a name such as "llvm" or "cuda" means on this machine, and where its compilers are."""
+"""Targets.
+
+What a name such as "llvm" or "cuda" means on this machine, and where its compilers are.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from typing import Any
 
 from tvmcap.base.errors import ConfigError, ToolchainError
 
-#: Limits of a thread block by architecture: shared memory in bytes (CUDA C++ Programming Guide, table of
-#: technical specifications per compute capability: "maximum amount of shared memory per thread block").
+#: Limits of a thread block by architecture: shared memory in bytes (CUDA C++ Programming Guide,
+#: table of
+#: technical specifications per compute capability: "maximum amount of shared memory per thread
+#: block").
 SHARED_MEMORY = {
     "sm_75": 65536,
     "sm_80": 166912,
@@ -40,7 +45,9 @@ def gpu_architecture() -> str | None:
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
         return None
     # CUdevice_attribute 75 and 76: compute capability, major and minor (cuda.h)
-    if cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, 0) or cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0):
+    if cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, 0) or cuda.cuDeviceGetAttribute(
+        ctypes.byref(minor), 76, 0
+    ):
         return None
     suffix = "a" if major.value >= 9 else ""
     return f"sm_{major.value}{minor.value}{suffix}"
@@ -68,7 +75,11 @@ def target_data(spec: str | Mapping[str, Any] | None) -> dict[str, Any]:
     data = dict(spec) if isinstance(spec, Mapping) else _from_name(str(spec))
     kind = data.get("kind")
     if kind == "llvm":
-        return {"num-cores": os.cpu_count() or 1, **data} if "mcpu" in data else {**_host_cpu(), **data}
+        return (
+            {"num-cores": os.cpu_count() or 1, **data}
+            if "mcpu" in data
+            else {**_host_cpu(), **data}
+        )
     if kind == "cuda":
         arch = data.get("arch") or gpu_architecture() or DEFAULT_ARCH
         base = {
@@ -130,7 +141,10 @@ _TARGET_FIELDS = (
 
 
 def describe(target: Any) -> dict[str, Any]:
-    """Say what a machine must be like to run code for a target: its fields, and for llvm the CPU features."""
+    """Say what a machine must be like to run code for a target.
+
+    Its fields, and for llvm the CPU features.
+    """
     data = export_target(target)
     if data["kind"] == "llvm":
         import tvm_ffi
@@ -159,7 +173,10 @@ def find_nvcc() -> Path | None:
 def find_cudart() -> Path | None:
     """Find libcudart.so.13 (which TVM's CUDA runtime links) beside nvcc, in pip's nvidia packages, or nowhere."""
     patterns = [str(p) for p in _package_folder("lib", "libcudart.so.13")]
-    patterns += ["/usr/local/cuda*/lib64/libcudart.so.13", "/usr/local/cuda*/targets/*/lib/libcudart.so.13"]
+    patterns += [
+        "/usr/local/cuda*/lib64/libcudart.so.13",
+        "/usr/local/cuda*/targets/*/lib/libcudart.so.13",
+    ]
     found = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
     return Path(found[0]) if found else None
 

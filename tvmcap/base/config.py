@@ -1,6 +1,7 @@
 """Config: the one frozen set of options, and where each value comes from.
 
-Precedence: the call, then ``TVMCAP_*`` environment variables, then ``tvmcap.toml`` in the working folder, then defaults.
+Precedence: the call, then ``TVMCAP_*`` environment variables, then ``tvmcap.toml`` in the working
+    folder, then defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ else:
 
 @dataclass(frozen=True)
 class Dim:
-    """A named dynamic dimension with inclusive bounds; equal names are equal sizes. A size of 0 gives empty results."""
+    """A named dynamic dimension with inclusive bounds; equal names are equal sizes.
+
+    A size of 0 gives empty results.
+    """
 
     name: str
     min: int = 0
@@ -35,7 +39,9 @@ class Dim:
         if not self.name.isidentifier():
             raise ConfigError(f"Dim name {self.name!r}: use a Python identifier such as 'B'")
         if self.min < 0 or (self.max is not None and self.max < max(self.min, 1)):
-            raise ConfigError(f"Dim {self.name!r}: need 0 <= min <= max, got min={self.min}, max={self.max}")
+            raise ConfigError(
+                f"Dim {self.name!r}: need 0 <= min <= max, got min={self.min}, max={self.max}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,22 +93,32 @@ class Config:
             if isinstance(value, str):
                 value = tuple(part for part in value.split(",") if part)
             object.__setattr__(self, name, tuple(value))
-        if isinstance(self.tune, bool) or not (self.tune in ("cached", "none") or isinstance(self.tune, int)):
+        if isinstance(self.tune, bool) or not (
+            self.tune in ("cached", "none") or isinstance(self.tune, int)
+        ):
             raise ConfigError(f"tune={self.tune!r}: use 'cached', 'none' or a number of trials")
         if isinstance(self.tune, int) and self.tune < 1:
-            raise ConfigError(f"tune={self.tune}: a number of trials is at least 1; 'none' uses no records")
+            raise ConfigError(
+                f"tune={self.tune}: a number of trials is at least 1; 'none' uses no records"
+            )
         if self.budget_s is not None and self.budget_s <= 0:
-            raise ConfigError(f"budget_s={self.budget_s}: give a positive number of seconds, or None")
+            raise ConfigError(
+                f"budget_s={self.budget_s}: give a positive number of seconds, or None"
+            )
         if not 0.0 <= self.memory_budget <= 1.0:
             raise ConfigError(f"memory_budget={self.memory_budget}: give a number from 0 to 1")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers={self.workers}: give at least 1")
 
-
     def to_json(self, *, only_code: bool = False) -> dict[str, Any]:
         """Return plain JSON data; ``only_code`` leaves out what cannot change the library."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if not (only_code and f.name in _NO_CODE)}
-        return json.loads(json.dumps(data, default=_plain))  # type: ignore[no-any-return]
+        data = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if not (only_code and f.name in _NO_CODE)
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(data, default=_plain))
+        return plain
 
 
 _NO_CODE = ("verify", "workers", "rpc", "log_dir", "cache_dir", "dump", "budget_s")
@@ -119,7 +135,8 @@ _NOT_FROM_TEXT = ("dynamic", "calibration")
 def make_config(config: Config | None = None, **options: Any) -> Config:
     """Merge ``options`` over ``config``, or over the environment, ``tvmcap.toml`` and the defaults.
 
-    Raises ConfigError for a field that does not exist, naming the nearest one, or a value that cannot be read.
+    Raises ConfigError for a field that does not exist, naming the nearest one, or a value that
+    cannot be read.
     """
     for name in options:
         _check_name(name, "option")
@@ -169,7 +186,9 @@ def parse_option(name: str, text: str) -> Any:
     kind = str(FIELDS[name].type)
     try:
         if kind.startswith("bool"):
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.lower()
+            ]
         if kind.startswith("tuple"):
             return tuple(part for part in text.split(",") if part)
         if name == "tune":

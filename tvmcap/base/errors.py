@@ -1,4 +1,7 @@
-"""The tree of errors a user can meet. Every message says what was expected, what came, and what to do."""
+"""The tree of errors a user can meet.
+
+Every message says what was expected, what came, and what to do.
+"""
 
 from __future__ import annotations
 

@@ -6,14 +6,17 @@ A signature is JSON inside the library's manifest, so the runtime needs neither 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tvmcap.base.errors import LibraryError
 
 Size = int | str
-"""An extent: a number, the name of a symbolic dimension, or (outputs only) arithmetic on such names."""
+"""An extent.
+
+A number, the name of a symbolic dimension, or (outputs only) arithmetic on such names.
+"""
 
 Tree = dict[str, Any]
 """A nested structure: ``{"kind": "leaf", "index": 0}``, ``{"kind": "tuple" | "list", "items": [...]}``,
@@ -50,7 +53,8 @@ class DimSpec:
 class Signature:
     """Inputs in flattened order, outputs in flattened order, symbolic dimensions, and the two nested structures.
 
-    ``in_tree`` is always a tuple of the positional arguments; ``arg_names`` names them for keyword calls.
+    ``in_tree`` is always a tuple of the positional arguments; ``arg_names`` names them for keyword
+    calls.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -66,7 +70,10 @@ class Signature:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Signature:
-        """Read what ``to_json`` wrote; raises LibraryError where a field is missing or of the wrong kind."""
+        """Read what ``to_json`` wrote.
+
+        Raises LibraryError where a field is missing or of the wrong kind.
+        """
         try:
             specs = {
                 key: tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in data[key])
@@ -81,11 +88,16 @@ class Signature:
                 **specs,
             )
         except (KeyError, TypeError, ValueError) as e:
-            raise LibraryError(f"the signature in this library's manifest is malformed ({e!r}); build it again") from e
+            raise LibraryError(
+                f"the signature in this library's manifest is malformed ({e!r}); build it again"
+            ) from e
 
 
 def flatten(tree: Tree, value: Any) -> list[Any]:
-    """List the leaves of ``value`` in the order of ``tree``'s indices; constants are not checked."""
+    """List the leaves of ``value`` in the order of ``tree``'s indices.
+
+    Constants are not checked.
+    """
     leaves: list[tuple[int, Any]] = []
     _collect(tree, value, leaves)
     return [leaf for _, leaf in sorted(leaves, key=lambda pair: pair[0])]
@@ -116,7 +128,7 @@ def unflatten(tree: Tree, leaves: list[Any]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-_ARITHMETIC = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,

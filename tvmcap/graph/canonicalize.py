@@ -8,7 +8,9 @@ from tvm import relax
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
     """Ensures common subexpressions are shared and dead code is gone."""
-    return _run(mod, relax.transform.CanonicalizeBindings(), relax.transform.EliminateCommonSubexpr())
+    return _run(
+        mod, relax.transform.CanonicalizeBindings(), relax.transform.EliminateCommonSubexpr()
+    )
 
 
 def fold(mod: tvm.IRModule) -> tvm.IRModule:

@@ -1,4 +1,7 @@
-"""Legalize and fuse: one PrimFunc for each group of operators that can share a kernel; main only calls."""
+"""Legalize and fuse: one PrimFunc for each group of operators that can share a kernel.
+
+Main only calls.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def fuse(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures elementwise work sits in the kernel of its producer: one PrimFunc for each fused group."""
+    """Ensures elementwise work sits in the kernel of its producer.
+
+    One PrimFunc for each fused group.
+    """
     for step in (
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
@@ -50,13 +56,20 @@ def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
         seen.add(result)
 
     def finish(builder: Any, i: int, output: Any) -> Any:
-        return builder.emit_te(topi.identity, output, primfunc_name_hint="copy") if i in copied else output
+        return (
+            builder.emit_te(topi.identity, output, primfunc_name_hint="copy")
+            if i in copied
+            else output
+        )
 
     return rebuild(mod, lambda builder, value: None, finish) if copied else mod
 
 
 def _kernel_result(values: Mapping[Any, Any], var: Any) -> tuple[Any, int] | None:
-    """Return the call that computes a variable and which of its results it is; None where no call does."""
+    """Return the call that computes a variable and which of its results it is.
+
+    None where no call does.
+    """
     while isinstance(values.get(var), relax.Var):
         var = values[var]
     value = values.get(var)

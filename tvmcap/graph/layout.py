@@ -32,7 +32,9 @@ def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
             if packed is None:
                 return None
             weight, expression = packed
-            return builder.call_te(expression, lhs, relax.const(weight), primfunc_name_hint="matmul")
+            return builder.call_te(
+                expression, lhs, relax.const(weight), primfunc_name_hint="matmul"
+            )
         source = _transposed(builder, rhs)
         if source is None:
             return None
@@ -44,9 +46,12 @@ def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
 def _slice_of_own_transpose(builder: Any, value: Any) -> Any:
     """Give each slice of a transposed tensor (q, k and v of one product) a transpose of its own to fuse with.
 
-    One kernel then moves just the slice; shared, the transpose would be a kernel that moves everything once more.
+    One kernel then moves just the slice; shared, the transpose would be a kernel that moves
+    everything once more.
     """
-    source = builder.lookup_binding(value.args[0]) if isinstance(value.args[0], relax.Var) else None
+    source: Any = None
+    if isinstance(value.args[0], relax.Var):
+        source = builder.lookup_binding(value.args[0])
     if not is_op(source, "permute_dims"):
         return None
     own = builder.emit(relax.op.permute_dims(source.args[0], source.attrs.axes))
@@ -55,17 +60,24 @@ def _slice_of_own_transpose(builder: Any, value: Any) -> Any:
 
 def _transposed(builder: Any, var: Any) -> Any:
     """Return what ``var`` is the transpose of (the last two axes swapped), or None."""
-    value = builder.lookup_binding(var) if isinstance(var, relax.Var) else None
+    value: Any = builder.lookup_binding(var) if isinstance(var, relax.Var) else None
     if not is_op(value, "permute_dims"):
         return None
     ndim = value.args[0].ty.ndim
-    axes = [int(a) for a in value.attrs.axes] if value.attrs.axes is not None else list(range(ndim))[::-1]
+    axes = (
+        [int(a) for a in value.attrs.axes]
+        if value.attrs.axes is not None
+        else list(range(ndim))[::-1]
+    )
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     return value.args[0] if ndim >= 2 and axes == swapped else None
 
 
 def matmul_nt(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
-    """Tensor expression of ``a @ b.swapaxes(-1, -2)``: a [..., M, K], b [..., N, K], accumulated in ``dtype``."""
+    """Tensor expression of ``a @ b.swapaxes(-1, -2)``.
+
+    A [..., M, K], b [..., N, K], accumulated in ``dtype``.
+    """
 
     def matmul(a: te.Tensor, b: te.Tensor) -> te.Tensor:
         k = te.reduce_axis((0, a.shape[-1]), name="k")
@@ -73,11 +85,9 @@ def matmul_nt(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
         lead = [_broadcast(a, b, batch, i) for i in range(batch)]
 
         def cell(*index: Any) -> Any:
-            return te.sum(
-                a[(*_batch_index(a, index, batch), index[-2], k)].astype(dtype)
-                * b[(*_batch_index(b, index, batch), index[-1], k)].astype(dtype),
-                axis=k,
-            )
+            left = (*_batch_index(a, index, batch), index[-2], k)
+            right = (*_batch_index(b, index, batch), index[-1], k)
+            return te.sum(a[left].astype(dtype) * b[right].astype(dtype), axis=k)
 
         return te.compute((*lead, a.shape[-2], b.shape[-2]), cell, name="matmul")
 
@@ -85,7 +95,11 @@ def matmul_nt(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
 
 
 def _broadcast(a: te.Tensor, b: te.Tensor, batch: int, axis: int) -> Any:
-    extents = [t.shape[axis - batch + len(t.shape) - 2] for t in (a, b) if axis - batch + len(t.shape) - 2 >= 0]
+    extents = [
+        t.shape[axis - batch + len(t.shape) - 2]
+        for t in (a, b)
+        if axis - batch + len(t.shape) - 2 >= 0
+    ]
     wide = [e for e in extents if not (isinstance(e, tvm.tirx.IntImm) and int(e) == 1)]
     return wide[0] if wide else extents[0]
 
@@ -93,6 +107,8 @@ def _broadcast(a: te.Tensor, b: te.Tensor, batch: int, axis: int) -> Any:
 def _batch_index(t: te.Tensor, index: tuple[Any, ...], batch: int) -> list[Any]:
     own = len(t.shape) - 2
     return [
-        0 if isinstance(t.shape[i], tvm.tirx.IntImm) and int(t.shape[i]) == 1 else index[batch - own + i]
+        0
+        if isinstance(t.shape[i], tvm.tirx.IntImm) and int(t.shape[i]) == 1
+        else index[batch - own + i]
         for i in range(own)
     ]

@@ -21,8 +21,13 @@ def outputs_of(main: Any) -> list[Any]:
     return list(result.fields) if isinstance(result, relax.Tuple) else [result]
 
 
-def rebuild(mod: tvm.IRModule, emit: Emit, finish: Callable[[Any, int, Any], Any] | None = None) -> tvm.IRModule:
-    """Walk main and rebind each value to what ``emit`` gives; ``finish(builder, i, output)`` may change output ``i``."""
+def rebuild(
+    mod: tvm.IRModule, emit: Emit, finish: Callable[[Any, int, Any], Any] | None = None
+) -> tvm.IRModule:
+    """Walk main and rebind each value to what ``emit`` gives.
+
+    ``finish(builder, i, output)`` may change output ``i``.
+    """
     main = mod["main"]
     builder = relax.BlockBuilder(mod)
     env: dict[Any, Any] = {}
@@ -44,7 +49,9 @@ def rebuild(mod: tvm.IRModule, emit: Emit, finish: Callable[[Any, int, Any], Any
         builder.emit_func_output(relax.Tuple(results) if len(results) > 1 else results[0])
     new_mod = builder.finalize()
     written = new_mod["tvmcap_main"].with_attr("global_symbol", "main")
-    functions = {g: f for g, f in new_mod.functions.items() if g.name_hint not in ("main", "tvmcap_main")}
+    functions = {
+        g: f for g, f in new_mod.functions.items() if g.name_hint not in ("main", "tvmcap_main")
+    }
     return tvm.IRModule({**functions, tvm.ir.GlobalVar("main"): written}, attrs=mod.attrs)
 
 
@@ -56,9 +63,15 @@ def substitute(expr: Any, env: dict[Any, Any]) -> Any:
         return relax.Tuple([substitute(f, env) for f in expr.fields])
     if isinstance(expr, relax.TupleGetItem):
         source = substitute(expr.tuple_value, env)
-        return source.fields[expr.index] if isinstance(source, relax.Tuple) else relax.TupleGetItem(source, expr.index)
+        return (
+            source.fields[expr.index]
+            if isinstance(source, relax.Tuple)
+            else relax.TupleGetItem(source, expr.index)
+        )
     if isinstance(expr, relax.Call):
-        return relax.Call(expr.op, [substitute(a, env) for a in expr.args], expr.attrs, expr.ty_args)
+        return relax.Call(
+            expr.op, [substitute(a, env) for a in expr.args], expr.attrs, expr.ty_args
+        )
     return expr
 
 

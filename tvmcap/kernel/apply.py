@@ -1,4 +1,7 @@
-"""Apply: every PrimFunc gets a schedule, from a record where one exists, else from a rule; coverage is reported."""
+"""Apply: every PrimFunc gets a schedule, from a record where one exists, else from a rule.
+
+Coverage is reported.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,16 @@ from tvmcap.kernel.records import Record
 logger = logging.getLogger("tvmcap")
 
 MAX_VARIANTS = 3
-"""Kernels of one task that share the range of a dynamic dimension; more do not pay for their code."""
+"""Kernels of one task that share the range of a dynamic dimension.
+
+More do not pay for their code.
+"""
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
-"""The usable records of a task: the best one at each size that was tuned (``records.Stores.best_by_size``)."""
+"""The usable records of a task.
+
+The best one at each size that was tuned (``records.Stores.best_by_size``).
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,9 @@ class Served:
         return {**asdict(self), "tuned": self.tuned}
 
 
-def schedule(mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Served]) -> tvm.IRModule:
+def schedule(
+    mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Served]
+) -> tvm.IRModule:
     """Ensures every PrimFunc is scheduled; appends to ``coverage`` what serves each."""
     functions = dict(mod.functions.items())
     found = {name: task for task in tasks.extract(mod, target, spaces.find) for name in task.names}
@@ -65,7 +76,9 @@ def schedule(mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Serv
         task = found.get(gvar.name_hint)
         if task is None:
             functions[gvar], rule = fallback.schedule(func, target)
-            coverage.append(Served(gvar.name_hint, f"rule:{rule}", 1, False, reason="too small to tune"))
+            coverage.append(
+                Served(gvar.name_hint, f"rule:{rule}", 1, False, reason="too small to tune")
+            )
             continue
         own = task if task.name == gvar.name_hint else tasks.make_task(func, target, spaces.find)
         variants, served = _serve(own, list(lookup(task)), target)
@@ -75,19 +88,26 @@ def schedule(mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Serv
     return tvm.IRModule(functions, attrs=mod.attrs)
 
 
-def _serve(task: tasks.Task, records: list[Record], target: Any) -> tuple[list[tuple[int | None, Any]], Served]:
+def _serve(
+    task: tasks.Task, records: list[Record], target: Any
+) -> tuple[list[tuple[int | None, Any]], Served]:
     """Kernels of a task as (largest number of rows or None, PrimFunc), and the report."""
     seen = {_sizes_text(r): f"{r.median_us:.1f} us {r.candidate[:120]}" for r in records}
     if task.template is not None:
         choices = _choose(task, records, target)
         made = [
-            (bound, task.template.lower(task.func, task.problem, knobs, target)) for bound, knobs in choices
+            (bound, task.template.lower(task.func, task.problem, knobs, target))
+            for bound, knobs in choices
         ]
         if target.kind.name == "llvm":
             made = [(bound, intrinsics.expand(f)) for bound, f in made]
-        ranges = {"any" if b is None else f"<={b}": task.template.knobs_to_json(k) for b, k in choices}
+        ranges = {
+            "any" if b is None else f"<={b}": task.template.knobs_to_json(k) for b, k in choices
+        }
         reason = "" if records else "no record; the template's default"
-        return made, Served(task.name, f"template:{task.template.name}", task.count, True, seen, ranges, reason)
+        return made, Served(
+            task.name, f"template:{task.template.name}", task.count, True, seen, ranges, reason
+        )
     for record in sorted(records, key=lambda r: -sum(r.sizes.values())):
         func = traces.apply_trace(task.func, record.trace, target)
         if func is not None:
@@ -103,14 +123,20 @@ def _sizes_text(record: Record) -> str:
 
 
 def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[int | None, Any]]:
-    """Knobs by range of rows: each tuned size rules up to the geometric mean with the next; equal neighbours merge."""
+    """Knobs by range of rows: each tuned size rules up to the geometric mean with the next.
+
+    Equal neighbours merge.
+    """
     template = task.template
     if not records:
         return _defaults(task, target)
     ordered = sorted(records, key=lambda r: r.sizes.get("rows", 0))
     if isinstance(task.problem.rows, int):
         exact = [r for r in ordered if r.sizes.get("rows") == task.problem.rows]
-        near = min(ordered, key=lambda r: abs(math.log((r.sizes.get("rows", 1) + 1) / (task.problem.rows + 1))))
+        near = min(
+            ordered,
+            key=lambda r: abs(math.log((r.sizes.get("rows", 1) + 1) / (task.problem.rows + 1))),
+        )
         return [(None, template.knobs_from_json((exact or [near])[0].candidate))]
     steps = [(r.sizes["rows"], template.knobs_from_json(r.candidate)) for r in ordered]
     merged: list[tuple[int, int, Any]] = []  # (smallest rows, largest rows, knobs)
@@ -119,7 +145,9 @@ def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[
             merged[-1] = (merged[-1][0], rows, knobs)
         else:
             merged.append((rows, rows, knobs))
-    while len(merged) > MAX_VARIANTS:  # the two neighbours whose sizes are closest become one, the larger size's
+    while (
+        len(merged) > MAX_VARIANTS
+    ):  # the two neighbours whose sizes are closest become one, the larger size's
         i = min(range(len(merged) - 1), key=lambda j: merged[j + 1][0] / max(merged[j][1], 1))
         merged[i : i + 2] = [(merged[i][0], merged[i + 1][1], merged[i + 1][2])]
     bounds = [int(math.sqrt(a[1] * b[0])) for a, b in zip(merged, merged[1:], strict=False)]
@@ -135,7 +163,10 @@ def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
 
 
 def _attach(gvar: Any, variants: list[tuple[int | None, Any]], lead: int) -> dict[Any, Any]:
-    """Name the variants of a kernel; the last one, which serves any size, lists the others in an attribute."""
+    """Name the variants of a kernel.
+
+    The last one, which serves any size, lists the others in an attribute.
+    """
     functions, listed = {}, []
     for bound, func in variants[:-1]:
         name = f"{gvar.name_hint}_upto{bound}"
@@ -144,5 +175,7 @@ def _attach(gvar: Any, variants: list[tuple[int | None, Any]], lead: int) -> dic
         functions[variant] = func
         listed.append([bound, name])
     last = variants[-1][1]
-    functions[gvar] = last.with_attrs({"tvmcap.variants": listed, "tvmcap.lead": lead}) if listed else last
+    functions[gvar] = (
+        last.with_attrs({"tvmcap.variants": listed, "tvmcap.lead": lead}) if listed else last
+    )
     return functions

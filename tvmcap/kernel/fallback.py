@@ -38,8 +38,15 @@ def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
             name = type(rule).__name__.lower()
             try:
                 found = rule.apply(func, target, False)
-            except Exception as e:  # a rule that trips over a pattern must not stop the ones after it
-                logger.debug("dlight %s cannot schedule %s: %s", name, func.attrs.get("global_symbol", "?"), e)
+            except (
+                Exception
+            ) as e:  # a rule that trips over a pattern must not stop the ones after it
+                logger.debug(
+                    "dlight %s cannot schedule %s: %s",
+                    name,
+                    func.attrs.get("global_symbol", "?"),
+                    e,
+                )
                 continue
             if found is not None:
                 first = found[0] if isinstance(found, list) else found

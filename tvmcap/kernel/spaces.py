@@ -1,4 +1,7 @@
-"""Which search space serves a kernel: the first template that matches, else MetaSchedule's own rules."""
+"""Which search space serves a kernel.
+
+The first template that matches, else MetaSchedule's own rules.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ def pack_weight(
 ) -> tuple[np.ndarray[Any, Any], Callable[[te.Tensor, te.Tensor], te.Tensor]] | None:
     """Pack a constant weight [K, N] as the kernel of its matmul reads it.
 
-    The layout follows from operator, dtype and target alone, so that every schedule of the kernel shares it.
+    The layout follows from operator, dtype and target alone, so that every schedule of the kernel
+    shares it.
 
     Parameters
     ----------
@@ -39,4 +43,6 @@ def pack_weight(
     if target.kind.name == "cuda":
         return None
     width = cpu_target.pack_width(str(lhs.dtype), target)
-    return cpu_match.pack(data, width), lambda x, packed: cpu_match.packed_matmul(x, packed, columns, dtype)
+    return cpu_match.pack(data, width), lambda x, packed: cpu_match.packed_matmul(
+        x, packed, columns, dtype
+    )

@@ -1,4 +1,7 @@
-"""Codegen: the planned module to a Relax VM executable whose device code is a cubin, never source."""
+"""Codegen.
+
+The planned module to a Relax VM executable whose device code is a cubin, never source.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,18 @@ from tvmcap.base.errors import BuildError
 from tvmcap.library import cross
 
 POINTER_ALIGN = 16
-"""Bytes: what a library promises its kernels about the pointers of its arguments (the runtime copies below that)."""
+"""Bytes.
+
+What a library promises its kernels about the pointers of its arguments (the runtime copies below
+that).
+"""
 
 
 def lower(mod: tvm.IRModule, target: Any) -> Any:
-    """Compile a planned module: TVM's VMExecutable, or for cuda without a GPU what compiles apart when written."""
+    """Compile a planned module.
+
+    TVM's VMExecutable, or for cuda without a GPU what compiles apart when written.
+    """
     if target.kind.name == "cuda" and codegen.gpu_architecture() is None:
         return cross.Apart(mod, codegen.export_target(target))
     return compile_module(mod, target)
@@ -37,7 +47,10 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
     try:
         with target, tvm.transform.PassContext(opt_level=3):
             if outside:
-                named = {g.name_hint: f.with_attr("global_symbol", g.name_hint) for g, f in outside.items()}
+                named = {
+                    g.name_hint: f.with_attr("global_symbol", g.name_hint)
+                    for g, f in outside.items()
+                }
                 apart = tvm.compile(tvm.IRModule(named), target=target, tir_pipeline="tirx")
             for step in (
                 relax.transform.LowerRuntimeBuiltin(),
@@ -83,6 +96,6 @@ def use_nvcc() -> None:
     os.environ["TVM_CUDA_NVCC_NO_FAST_MATH"] = "1"
 
     def compile_source(code: str) -> bytearray:
-        return nvcc.compile_cuda(code, target_format="cubin", compiler="nvcc")
+        return bytearray(nvcc.compile_cuda(code, target_format="cubin", compiler="nvcc"))
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)

@@ -19,7 +19,10 @@ ALIGN = 64
 
 @dataclass
 class Slot:
-    """One intermediate: bytes = ``size`` x the product of ``unit``, live from binding ``start`` to ``end``."""
+    """One intermediate.
+
+    Bytes = ``size`` x the product of ``unit``, live from binding ``start`` to ``end``.
+    """
 
     size: int
     unit: tuple[Any, ...]
@@ -30,7 +33,10 @@ class Slot:
 
 @dataclass
 class Storage:
-    """One allocation that slots of the same symbolic factor share in turn; its size is that of its largest slot."""
+    """One allocation that slots of the same symbolic factor share in turn.
+
+    Its size is that of its largest slot.
+    """
 
     size: int
     unit: tuple[Any, ...]
@@ -48,15 +54,20 @@ class _Program:
     """What one walk over main's bindings finds."""
 
     bindings: list[Any] = field(default_factory=list)
-    slots: dict[tuple[Any, int], Slot] = field(default_factory=dict)  # (variable, output index) -> slot
-    roots: dict[Any, tuple[Any, int]] = field(default_factory=dict)  # variable -> the kernel output it is or views
+    slots: dict[tuple[Any, int], Slot] = field(
+        default_factory=dict
+    )  # (variable, output index) -> slot
+    roots: dict[Any, tuple[Any, int]] = field(
+        default_factory=dict
+    )  # variable -> the kernel output it is or views
     views: dict[Any, Any] = field(default_factory=dict)  # variable -> what it is a reshape of
 
 
 def plan(mod: tvm.IRModule) -> tvm.IRModule:
     """Ensures main(inputs..., outputs...) calls kernels in destination-passing form and every intermediate has storage.
 
-    Expects main in call_tir form whose outputs are distinct kernel outputs or views of them (``graph.fuse`` sees to it).
+    Expects main in call_tir form whose outputs are distinct kernel outputs or views of them
+    (``graph.fuse`` sees to it).
     The planned bytes stand in the attribute ``tvmcap.storage``: {symbolic factor ("" for none): bytes per unit}.
     """
     for step in (relax.transform.ToNonDataflow(), relax.transform.RemovePurityChecking()):
@@ -71,7 +82,9 @@ def plan(mod: tvm.IRModule) -> tvm.IRModule:
         totals[unit_text(storage.unit)] = totals.get(unit_text(storage.unit), 0) + storage.size
     result = tvm.IRModule({**dict(mod.functions.items()), gvar: planned}, attrs=mod.attrs)
     live = relax.transform.DeadCodeElimination(["main"])(result)
-    by_name = {g: f for g, f in mod.functions.items() if _is_outside(f)}  # calls by name do not keep them alive
+    by_name = {
+        g: f for g, f in mod.functions.items() if _is_outside(f)
+    }  # calls by name do not keep them alive
     functions = {**dict(live.functions.items()), **by_name}
     return tvm.IRModule(functions, attrs=mod.attrs).with_attr("tvmcap.storage", totals)
 
@@ -99,7 +112,10 @@ _SIGNS = {tirx.Add: "+", tirx.Sub: "-", tirx.Mul: "*", tirx.FloorDiv: "//", tirx
 
 
 def _size_text(expr: Any) -> str:
-    """Write an extent by the names of its dimensions: TVM's printer renames those called T, R or I."""
+    """Write an extent by the names of its dimensions.
+
+    TVM's printer renames those called T, R or I.
+    """
     if isinstance(expr, tirx.Var | tirx.IntImm):
         return str(expr.name if isinstance(expr, tirx.Var) else int(expr))
     if type(expr) in _SIGNS:
@@ -133,13 +149,21 @@ def _outputs(main: Any) -> list[Any]:
 
 
 def is_launch(value: Any) -> bool:
-    """Whether a binding of a planned main launches a kernel: a call of one, or a choice between variants."""
+    """Whether a binding of a planned main launches a kernel.
+
+    A call of one, or a choice between variants.
+    """
     callee = getattr(value, "op", None)
     return isinstance(value, relax.If) or isinstance(callee, tvm.ir.GlobalVar | relax.ExternFunc)
 
 
-def _read_with_outputs(mod: tvm.IRModule, main: Any, outputs: list[Any]) -> tuple[_Program, dict[Any, int]]:
-    """Read main; a reshape stays a kernel where what it would view already belongs to another output."""
+def _read_with_outputs(
+    mod: tvm.IRModule, main: Any, outputs: list[Any]
+) -> tuple[_Program, dict[Any, int]]:
+    """Read main.
+
+    A reshape stays a kernel where what it would view already belongs to another output.
+    """
     copied: set[Any] = set()
     while True:
         program, owned = _read(mod, main, copied), {}
@@ -153,7 +177,9 @@ def _read_with_outputs(mod: tvm.IRModule, main: Any, outputs: list[Any]) -> tupl
         if clash is None:
             return program, owned
         if clash in copied:
-            raise ContractError(f"plan: output {clash} of main is not a kernel's own output; the fuse pass ensures it")
+            raise ContractError(
+                f"plan: output {clash} of main is not a kernel's own output; the fuse pass ensures it"
+            )
         copied.add(clash)
 
 
@@ -176,7 +202,10 @@ def _read(mod: tvm.IRModule, main: Any, copied: set[Any]) -> _Program:
                     size, unit = measure(out.shape.values, str(out.dtype))
                     program.slots[(var, i)] = Slot(size, unit, at, at)
                 program.roots[var] = (var, 0)
-            elif isinstance(value, relax.TupleGetItem) and (value.tuple_value, value.index) in program.slots:
+            elif (
+                isinstance(value, relax.TupleGetItem)
+                and (value.tuple_value, value.index) in program.slots
+            ):
                 program.roots[var] = (value.tuple_value, value.index)
             elif isinstance(value, relax.Var) and value in program.roots:
                 program.roots[var] = program.roots[value]
@@ -204,7 +233,9 @@ def _write(
     """Emit main anew: outputs as parameters, shared storage, one call a kernel."""
     builder = relax.BlockBuilder()
     params = [relax.Var(f"out{i}", var.ty) for i, var in enumerate(outputs)]
-    with builder.function("main", [*main.params, *params], attrs=dict(main.attrs or {}), private=False):
+    with builder.function(
+        "main", [*main.params, *params], attrs=dict(main.attrs or {}), private=False
+    ):
         allocated = [builder.emit(_storage(s.size, s.unit)) for s in storages]
         env: dict[Any, Any] = {}
         owned_vars = {var: i for i, var in enumerate(outputs)}
@@ -246,8 +277,10 @@ def _write(
             else:
                 env[var] = builder.emit(_substitute(value, env))
         builder.emit_func_output(relax.Tuple([]))
-    return builder.finalize()["main"].without_attr("global_symbol").with_attrs(
-        {"relax.force_pure": True, "tvmcap.outputs": len(outputs)}
+    return (
+        builder.finalize()["main"]
+        .without_attr("global_symbol")
+        .with_attrs({"relax.force_pure": True, "tvmcap.outputs": len(outputs)})
     )
 
 
@@ -260,8 +293,10 @@ def _substitute(value: Any, env: dict[Any, Any]) -> Any:
 def _launch(mod: tvm.IRModule, gvar: Any, args: list[Any], results: list[Any]) -> Any:
     """The call of one kernel: direct, or chosen among variants by the number of rows of its first result.
 
-    The attribute ``tvmcap.variants`` of a kernel lists [bound, name] by rising bound; the kernel itself serves the rest.
-    Rows are the dimensions of the first result but the last and the first ``tvmcap.lead`` (a batch).
+    The attribute ``tvmcap.variants`` of a kernel lists [bound, name] by rising bound; the kernel
+    itself serves the rest.
+    Rows are the dimensions of the first result but the last and the first ``tvmcap.lead`` (a
+    batch).
     """
     func = mod[gvar]
     variants = list((func.attrs or {}).get("tvmcap.variants", []))
@@ -312,4 +347,6 @@ def _fields(out: Any) -> list[Any]:
 
 
 def _is_call(value: Any, name: str) -> bool:
-    return isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and value.op.name == name
+    return (
+        isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and value.op.name == name
+    )

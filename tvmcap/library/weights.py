@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tvm
@@ -9,7 +10,10 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 LIMIT = 512 << 20
-"""Bytes of weights that a library holds itself: past it linking takes minutes and several times the memory."""
+"""Bytes of weights that a library holds itself.
+
+Past it linking takes minutes and several times the memory.
+"""
 
 
 def constants(main: Any) -> list[Any]:
@@ -42,16 +46,16 @@ def lift(mod: tvm.IRModule, limit: int = LIMIT) -> tuple[tvm.IRModule, dict[str,
     body = _Lift(params).visit_expr(main.body)
     outputs = int(main.attrs["tvmcap.outputs"])
     inputs, outs = list(main.params)[:-outputs], list(main.params)[-outputs:]
-    lifted = relax.Function([*inputs, *params.values(), *outs], body, main.ret_ty, main.is_pure, main.attrs)
+    lifted = relax.Function(
+        [*inputs, *params.values(), *outs], body, main.ret_ty, main.is_pure, main.attrs
+    )
     functions = {**dict(mod.functions.items()), mod.get_global_var("main"): lifted}
     return tvm.IRModule(functions, attrs=mod.attrs), {v.name: c.value for c, v in params.items()}
 
 
 def _bytes(constant: Any) -> int:
-    count = 1
-    for extent in constant.value.shape:
-        count *= int(extent)
-    return count * tvm.DataType(str(constant.value.dtype)).itemsize
+    count = math.prod(int(extent) for extent in constant.value.shape)
+    return count * int(tvm.DataType(str(constant.value.dtype)).itemsize)
 
 
 @relax.expr_functor.mutator
