@@ -17,7 +17,8 @@ def shared_floats(knobs: Any) -> int:
     """
     depth: int = knobs.bk * knobs.groups
     sums: int = (knobs.groups - 1) * knobs.bm * knobs.bn
-    return max(depth * (knobs.bm + 4) + depth * (knobs.bn + 4), sums)
+    tiles: int = depth * (knobs.bm + 4) + depth * (knobs.bn + 4)
+    return max(tiles, sums)
 
 
 def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:

@@ -235,7 +235,7 @@ def walk(
 def default_steps(config: Config) -> dict[str, Config]:
     """From every optional pass left out to none."""
     without = {
-        "no canonicalize, layout, fuse": ("canonicalize", "layout", "fuse"),
+        "no canonicalize, fold, layout, fuse": ("canonicalize", "fold", "layout", "fuse"),
         "no fuse": ("fuse",),
         "all passes, untuned": (),
     }
