@@ -60,6 +60,25 @@ def bound(name: str, value: Expr, body: Callable[[Expr], Stmt]) -> Stmt:
     )
 
 
+def parallel(
+    name: str, extent: Expr, body: Callable[[Expr], Stmt], work: Expr, serial_below: int
+) -> Stmt:
+    """Return a loop that runs in parallel where ``work`` is not below ``serial_below``.
+
+    The comparison is with a cell: TVM would conclude from it on the sizes in each branch, and where
+    that leaves only zero it divides by zero.
+    """
+    if isinstance(work, tirx.IntImm):
+        kind = ForKind.SERIAL if work.value < serial_below else ForKind.PARALLEL
+        return loop(name, extent, body, kind)
+
+    def choose(work: Expr) -> Stmt:
+        many = loop(name, extent, body, ForKind.PARALLEL)
+        return tirx.IfThenElse(work < const(serial_below), loop(name, extent, body), many)
+
+    return bound("work", work, choose)
+
+
 def lanes(start: Expr | int, width: int) -> Expr:
     """Return the index of ``width`` neighbours from ``start``."""
     return tirx.Ramp(const(start) if isinstance(start, int) else start, const(1), width)
@@ -102,7 +121,7 @@ def flat(buffer: Any) -> tuple[Any, Stmt]:
     return view, tirx.DeclBuffer(view, data=buffer.data)
 
 
-def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
+def scratch(size: Expr | int, dtype: str, name: str, scope: str = "global") -> tuple[Any, Stmt]:
     """Return a buffer of the running thread and its allocation.
 
     It is used through a view: TVM's CompactBufferAllocation unites the regions of all accesses of
@@ -110,8 +129,8 @@ def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
     allocated, which takes seconds for a kernel of a few hundred accesses.
     """
     size = const(size) if isinstance(size, int) else size
-    memory = tirx.decl_buffer((size,), dtype, f"{name}_memory")
-    view = tirx.decl_buffer((size,), dtype, name, data=None)
+    memory = tirx.decl_buffer((size,), dtype, f"{name}_memory", scope=scope)
+    view = tirx.decl_buffer((size,), dtype, name, data=None, scope=scope)
     return view, seq(tirx.AllocBuffer(memory), tirx.DeclBuffer(view, data=memory.data))
 
 

@@ -106,14 +106,9 @@ class _Nest:
             )
 
         work = self.m * self.n * self.k * self.batch
-        if isinstance(work, tirx.IntImm):
-            return b.loop(
-                "t", count, task, ForKind.SERIAL if work.value < SERIAL_BELOW else ForKind.PARALLEL
-            )
-        parallel = b.loop("t", count, task, ForKind.PARALLEL)
         if not _at_most(self.n * self.k, SERIAL_BELOW // 2):
-            return parallel
-        return tirx.IfThenElse(work < b.const(SERIAL_BELOW), b.loop("t", count, task), parallel)
+            return b.loop("t", count, task, ForKind.PARALLEL)
+        return b.parallel("t", count, task, work, SERIAL_BELOW)
 
     def task(self, batch: Any, panel: Any, start: Any, mc: Any) -> Any:
         """Return one block of rows times one panel, and its epilogue."""
@@ -215,16 +210,16 @@ class _Nest:
             def single(j: Any) -> Any:
                 return self.store(at, column + j, tile, i * self.nr + j)
 
-            full = b.seq(*(vector(v) for v in range(self.nr // vl)))
             if isinstance(self.n, tirx.IntImm) and self.n.value % self.nr == 0:
-                return full
-            width = self.n - column
+                return b.loop("v", self.nr // vl, vector)
+            width = tirx.min(self.n - column, b.const(self.nr))
             whole = tirx.truncdiv(width, vl)
-            part = b.seq(
+            if isinstance(self.n, tirx.IntImm) and self.n.value % vl == 0:
+                return b.loop("v", whole, vector)
+            return b.seq(
                 b.loop("v", whole, vector),
                 b.loop("j", width - whole * vl, lambda j: single(whole * vl + j)),
             )
-            return tirx.IfThenElse(width >= b.const(self.nr), full, part)
 
         return b.loop("i", left, line)
 

@@ -71,7 +71,7 @@ class Tiles:
     whole: bool
 
     def rows(self, panel: Panel, a0: Expr, left: Expr, kl: Expr, memory: Any, most: int) -> Any:
-        """Return the loop over full tiles of ``most`` rows, and one tile of the rows that remain.
+        """Return the loop over full tiles of ``most`` rows, and tiles of 4, 2 and 1 for the rest.
 
         A's element (i, k) is ``a[a0 + i * K + k]``; the sums go to ``memory[i * width + j]``.
         """
@@ -80,11 +80,15 @@ class Tiles:
             return self._columns(panel, a0 + i * self.k, r, kl, memory, i * self.width)
 
         full = b.loop("i", tirx.truncdiv(left, most), lambda i: part(i * most, most))
-        done, remain = tirx.truncdiv(left, most) * most, tirx.truncmod(left, most)
-        rest = None
-        for r in range(1, most):
-            rest = tirx.IfThenElse(tirx.EQ(remain, b.const(r)), part(done, r), rest)
-        return b.seq(full, rest)
+        rest, bit = [], 1
+        while bit < most:
+            # The rows of the larger tiles come first: the bits of the remainder above this one.
+            remain = tirx.truncmod(left, most)
+            done = left - tirx.truncmod(remain, 2 * bit)
+            here = tirx.truncmod(tirx.truncdiv(remain, bit), 2)
+            rest.append(tirx.IfThenElse(tirx.EQ(here, b.const(1)), part(done, bit), None))
+            bit *= 2
+        return b.seq(full, *reversed(rest))
 
     def _columns(self, panel: Panel, a0: Expr, r: int, kl: Expr, memory: Any, at: Expr) -> Any:
         """Return ``r`` rows by the panel, as few register tiles wide as the registers allow."""
@@ -104,7 +108,7 @@ class Tiles:
     ) -> Any:
         """Return the branch-free kernel: ``r`` rows by ``count`` vectors over ``kl`` steps of K."""
         lanes = self.lanes
-        acc = tirx.decl_buffer((r * count,), f"float32x{lanes}", "acc", scope="local")
+        acc, allocated = b.scratch(r * count, f"float32x{lanes}", "acc", scope="local")
         spots = [(i, v, b.const(i * count + v)) for i in range(r) for v in range(count)]
         places = {(i, v): b.lanes(at + (i * self.width + v * lanes), lanes) for i, v, _ in spots}
 
@@ -126,7 +130,7 @@ class Tiles:
 
         unroll = self.knobs.unroll if _divides(self.knobs.unroll, self.k, self.kc) else 1
         return b.seq(
-            tirx.AllocBuffer(acc),
+            allocated,
             *(tirx.BufferStore(acc, tirx.Broadcast(zero(), lanes), [s]) for _, _, s in spots),
             b.loop(
                 "k",

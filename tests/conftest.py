@@ -94,7 +94,9 @@ def blocks() -> Any:
         fn = {"erf": gelu_erf, "tanh": gelu_tanh}[form]
         if (form, dtype) not in made:
             args = tuple(torch.zeros(s, dtype=dtype) for s in ((4, 32), (32, 48), (48,)))
-            made[form, dtype] = tvmcap.build(fn, args, dynamic={"x": {0: "B"}}, target="llvm", tune="none", verify=False)
+            made[form, dtype] = tvmcap.build(
+                fn, args, dynamic={"x": {0: "B"}}, target="llvm", tune="none", verify=False
+            )
         return fn, made[form, dtype]
 
     return block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,9 @@ def machine(mod: Any) -> Any:
     return relax.VirtualMachine(lower.lower(mod, TARGET), tvm.cpu())["main"]
 
 
-def run(main: Any, inputs: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: str = "float32") -> list[Any]:
+def run(
+    main: Any, inputs: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: str = "float32"
+) -> list[Any]:
     """Call ``main`` with outputs full of NaN; returns them."""
     outputs = [tvm.runtime.tensor(np.full(shape, np.nan, dtype)) for shape in shapes]
     main(*(tvm.runtime.tensor(np.ascontiguousarray(x)) for x in inputs), *outputs)
@@ -48,9 +51,10 @@ def calls(mod: Any) -> list[Any]:
 
 
 def live_bytes(mod: Any, sizes: Mapping[str, int]) -> int:
-    """Return the largest sum of intermediates alive at once in a fused module whose outputs belong to the caller.
+    """Return the largest sum of intermediates alive at once in a fused module.
 
-    A kernel's inputs are alive beside its output; arguments, constants and outputs of main do not count.
+    A kernel's inputs are alive beside its output; arguments, constants and outputs of main, which
+    belong to the caller, do not count.
     """
     main = mod["main"]
     bindings = [b for block in main.body.blocks for b in block.bindings]
@@ -65,11 +69,16 @@ def live_bytes(mod: Any, sizes: Mapping[str, int]) -> int:
     outputs = {root(v) for v in outputs_of(main)}
     born = {b.var: i for i, b in enumerate(kernels) if b.var not in outputs}
     last = {
-        root(v): i for i, b in enumerate(kernels) for v in relax.analysis.free_vars(b.value) if root(v) in born
+        root(v): i
+        for i, b in enumerate(kernels)
+        for v in relax.analysis.free_vars(b.value)
+        if root(v) in born
     }
     return max(
-        (sum(nbytes(v.ty, sizes) for v in born if born[v] <= i <= last.get(v, born[v])) for i in
-        range(len(kernels))),
+        (
+            sum(nbytes(v.ty, sizes) for v in born if born[v] <= i <= last.get(v, born[v]))
+            for i in range(len(kernels))
+        ),
         default=0,
     )
 
@@ -90,14 +99,20 @@ def mlp(widths: Sequence[int], rows: int | str = "B", residual: bool = False) ->
     builder = relax.BlockBuilder()
     extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
     x = relax.Var("x", relax.TensorType((extent, widths[0]), "float32"))
-    pairs = list(zip(widths, widths[1:], strict=False))
-    weights = [relax.Var(f"w{i}", relax.TensorType(pair, "float32")) for i, pair in enumerate(pairs)]
+    pairs = list(itertools.pairwise(widths))
+    weights = [
+        relax.Var(f"w{i}", relax.TensorType(pair, "float32")) for i, pair in enumerate(pairs)
+    ]
     with builder.function("main", [x, *weights]):
         with builder.dataflow():
             h = x
             for weight, (before, after) in zip(weights, pairs, strict=True):
                 product = builder.emit(relax.op.nn.gelu(builder.emit(relax.op.matmul(h, weight))))
-                h = builder.emit(relax.op.add(product, h)) if residual and before == after else product
+                h = (
+                    builder.emit(relax.op.add(product, h))
+                    if residual and before == after
+                    else product
+                )
             y = builder.emit_output(h)
         builder.emit_func_output(y)
     return builder.get()

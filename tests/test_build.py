@@ -18,7 +18,7 @@ from torch import nn
 
 import tvmcap
 from examples import models
-from tvmcap import pipeline
+from tvmcap import pipeline, versions
 from tvmcap.base import codegen
 from tvmcap.base.errors import BuildError, CaptureError, ConfigError, VerifyError
 
@@ -31,12 +31,14 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(shape, generator=make).to(dtype)
 
 
-def weights(dtype: torch.dtype = torch.float32, k: int = 32, n: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
+def weights(
+    dtype: torch.dtype = torch.float32, k: int = 32, n: int = 48
+) -> tuple[torch.Tensor, torch.Tensor]:
     return (values(k, n) / k**0.5).to(dtype), values(n, dtype=dtype)
 
 
 def close(got: torch.Tensor, fn: Any, *args: torch.Tensor) -> None:
-    """Hold the largest error against float64 to twice eager's own plus one ulp of the largest value."""
+    """Hold the largest error against float64 to twice eager's own plus one ulp."""
     dtype = args[0].dtype
     with torch.no_grad():
         eager = fn(*args)
@@ -48,14 +50,20 @@ def close(got: torch.Tensor, fn: Any, *args: torch.Tensor) -> None:
     assert not wanted.numel() or (got.double() - wanted).abs().max() <= budget
 
 
-def small(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[tuple[int, ...]], dict[str, dict[int, str]]]:
+def small(
+    name: str, dtype: torch.dtype
+) -> tuple[nn.Module, list[tuple[int, ...]], dict[str, dict[int, str]]]:
     """A model with its example's shape first, then others."""
     torch.manual_seed(3)
     model, shapes, dynamic = {
         "mlp": lambda: (models.MLP(16, 4), [(4, 16), (1, 16), (19, 16)], B),
         "norm_mlp": lambda: (models.NormMLP(16), [(4, 16), (1, 16), (19, 16)], B),
         "convnet": lambda: (models.ConvNet(4), [(3, 3, 8, 8), (1, 3, 8, 8), (5, 3, 8, 8)], B),
-        "attention": lambda: (models.SelfAttention(16, 2), [(3, 5, 16), (1, 1, 16), (2, 9, 16)], {"x": {0: "B", 1: "T"}}),
+        "attention": lambda: (
+            models.SelfAttention(16, 2),
+            [(3, 5, 16), (1, 1, 16), (2, 9, 16)],
+            {"x": {0: "B", 1: "T"}},
+        ),
     }[name]()
     return model.eval().to(dtype), shapes, dynamic
 
@@ -64,7 +72,14 @@ def small(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[tuple[int, ...
 @pytest.mark.parametrize("name", ["mlp", "norm_mlp", "convnet", "attention"])
 def test_models(name: str, dtype: torch.dtype) -> None:
     model, shapes, dynamic = small(name, dtype)
-    lib = tvmcap.build(model, (values(*shapes[0], dtype=dtype),), dynamic=dynamic, target="llvm", tune="none", verify=False)
+    lib = tvmcap.build(
+        model,
+        (values(*shapes[0], dtype=dtype),),
+        dynamic=dynamic,
+        target="llvm",
+        tune="none",
+        verify=False,
+    )
     for shape in shapes:
         x = values(*shape, dtype=dtype, seed=1)
         close(lib(x), model, x)
@@ -100,7 +115,9 @@ def test_a_wrong_library_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
         from tvm import tirx
 
         def off(store: Any) -> Any:
-            return tirx.BufferStore(store.buffer, store.value + tirx.FloatImm("float32", 0.001), store.indices)
+            return tirx.BufferStore(
+                store.buffer, store.value + tirx.FloatImm("float32", 0.001), store.indices
+            )
 
         done, rule = real(func, target)
         return done.with_body(tvm_ffi.structural_map(done.body, (tirx.BufferStore, off))), rule
@@ -147,7 +164,9 @@ def test_fresh_results_and_out(blocks: Any) -> None:
 
 
 def test_examples_may_be_numpy() -> None:
-    lib = tvmcap.build(lambda x: x.relu() - 1, (values(3, 4).numpy(),), target="llvm", dynamic=B, verify=False)
+    lib = tvmcap.build(
+        lambda x: x.relu() - 1, (values(3, 4).numpy(),), target="llvm", dynamic=B, verify=False
+    )
     x = values(5, 4)
     assert torch.equal(lib(x), x.relu() - 1)
 
@@ -160,7 +179,15 @@ def nested(data: dict[str, Any], scale: float = 1.0) -> Any:
 
 def test_nested_inputs_and_outputs() -> None:
     data = {"x": values(3, 4), "pair": (values(4, 2), values(5))}
-    lib = tvmcap.build(nested, (data,), {"scale": 2.0}, dynamic={"data.x": {0: "B"}}, target="llvm", tune="none", verify=False)
+    lib = tvmcap.build(
+        nested,
+        (data,),
+        {"scale": 2.0},
+        dynamic={"data.x": {0: "B"}},
+        target="llvm",
+        tune="none",
+        verify=False,
+    )
     for rows in (3, 7):
         data = {"x": values(rows, 4, seed=2), "pair": (values(4, 2, seed=2), values(5, seed=2))}
         got, wanted = lib(data, scale=2.0), nested(data, scale=2.0)
@@ -195,7 +222,15 @@ def test_a_file_that_is_no_program(tmp_path: Path) -> None:
 def test_constants_are_frozen_and_packed(blocks: Any) -> None:
     fn, _ = blocks("tanh", torch.float32)
     w, b = weights()
-    lib = tvmcap.build(fn, (values(4, 32), w, b), constants=("w", "b"), dynamic=B, target="llvm", tune="none", verify=False)
+    lib = tvmcap.build(
+        fn,
+        (values(4, 32), w, b),
+        constants=("w", "b"),
+        dynamic=B,
+        target="llvm",
+        tune="none",
+        verify=False,
+    )
     assert lib.signature.arg_names == ("x",) and lib.manifest.frozen == ("w", "b")
     assert "frozen at build" in lib.explain()
     for rows in (1, 9):
@@ -219,12 +254,22 @@ def test_everything_frozen() -> None:
     assert lib()[0].data_ptr() != got[0].data_ptr()
 
 
-@pytest.mark.parametrize("disable", [*((name,) for name in pipeline.OPTIONAL), pipeline.OPTIONAL], ids=str)
+@pytest.mark.parametrize(
+    "disable", [*((name,) for name in pipeline.OPTIONAL), pipeline.OPTIONAL], ids=str
+)
 def test_without_passes_still_right(disable: tuple[str, ...]) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 8)).eval()
     x = values(4, 12)
-    lib = tvmcap.build(model, (x,), disable=disable, dynamic={0: {0: "B"}}, target="llvm", tune="none", verify=False)
+    lib = tvmcap.build(
+        model,
+        (x,),
+        disable=disable,
+        dynamic={0: {0: "B"}},
+        target="llvm",
+        tune="none",
+        verify=False,
+    )
     for rows in (1, 11):
         x = values(rows, 12, seed=3)
         close(lib(x), model, x)
@@ -240,7 +285,15 @@ def test_unknown_options_name_the_nearest() -> None:
 
 
 def test_dump_writes_numbered_files(tmp_path: Path) -> None:
-    tvmcap.build(lambda x: x.exp() + 2, (values(3, 4),), target="llvm", dump=str(tmp_path / "ir"), verify=False, tune="none", cache_dir=str(tmp_path / "c"))
+    tvmcap.build(
+        lambda x: x.exp() + 2,
+        (values(3, 4),),
+        target="llvm",
+        dump=str(tmp_path / "ir"),
+        verify=False,
+        tune="none",
+        cache_dir=str(tmp_path / "c"),
+    )
     names = sorted(p.name for p in (tmp_path / "ir").iterdir())
     steps = [n.split("_", 1)[1].removesuffix(".py") for n in names]
     target = codegen.make_target("llvm")
@@ -255,7 +308,13 @@ def test_dump_writes_numbered_files(tmp_path: Path) -> None:
 def test_dump_to_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="choose another folder"):
-        tvmcap.build(lambda x: x.exp() + 3, (values(3, 4),), target="llvm", dump=str(tmp_path / "file" / "ir"), verify=False)
+        tvmcap.build(
+            lambda x: x.exp() + 3,
+            (values(3, 4),),
+            target="llvm",
+            dump=str(tmp_path / "file" / "ir"),
+            verify=False,
+        )
 
 
 def test_explain_says_what_serves_each_kernel(blocks: Any) -> None:
@@ -264,12 +323,21 @@ def test_explain_says_what_serves_each_kernel(blocks: Any) -> None:
     assert "0 of 1 tasks tuned; tvmcap tune" in text
     assert "template:cpu_gemm" in text and "no record" in text
     assert lib.manifest.key in text and "B" in text and "float32" in text
-    assert dict(lib.passes).keys() >= {"capture", "fuse", "schedule", "plan", "lower", "export"} or lib.from_cache
+    assert (
+        dict(lib.passes).keys() >= {"capture", "fuse", "schedule", "plan", "lower", "export"}
+        or lib.from_cache
+    )
 
 
 def test_an_untuned_build_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING, "tvmcap"):
-        tvmcap.build(torch.matmul, (values(3, 4), values(4, 4)), target="llvm", verify=False, cache_dir=str(tmp_path))
+        tvmcap.build(
+            torch.matmul,
+            (values(3, 4), values(4, 4)),
+            target="llvm",
+            verify=False,
+            cache_dir=str(tmp_path),
+        )
     assert "0 of 1 tasks tuned" in caplog.text
 
 
@@ -283,10 +351,18 @@ class Scale(nn.Module):
 
 
 def test_the_cache_hits_and_misses(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target": "llvm", "cache_dir": str(tmp_path), "verify": False, "tune": "none", "dynamic": B}
+    options: dict[str, Any] = {
+        "target": "llvm",
+        "cache_dir": str(tmp_path),
+        "verify": False,
+        "tune": "none",
+        "dynamic": B,
+    }
     x = values(3, 4)
     first = tvmcap.build(Scale(2.0), (x,), **options)
-    again = tvmcap.build(Scale(2.0), (values(9, 4),), **options)  # another example size of a dynamic dimension
+    again = tvmcap.build(
+        Scale(2.0), (values(9, 4),), **options
+    )  # another example size of a dynamic dimension
     assert not first.from_cache and again.from_cache and first.path == again.path
     assert torch.equal(again(x), x.relu() * 2) and "from the compile cache" in again.explain()
     others = [
@@ -296,11 +372,17 @@ def test_the_cache_hits_and_misses(tmp_path: Path) -> None:
         tvmcap.build(lambda x: F.relu(x * 2), (x,), **options),
         tvmcap.build(lambda x: F.relu(x * 4), (x,), **options),  # a constant in the code
         tvmcap.build(Scale(2.0).double(), (x.double(),), **options),
-        tvmcap.build(Scale(2.0), (x,), **{**options, "target": {"kind": "llvm", "mcpu": "x86-64", "num-cores": 2}}),
+        tvmcap.build(
+            Scale(2.0),
+            (x,),
+            **{**options, "target": {"kind": "llvm", "mcpu": "x86-64", "num-cores": 2}},
+        ),
     ]
     assert not any(lib.from_cache for lib in others)
     assert len({lib.path for lib in [first, *others]}) == len(others) + 1
-    quiet = tvmcap.build(Scale(2.0), (x,), **{**options, "workers": 1, "log_dir": str(tmp_path / "logs")})
+    quiet = tvmcap.build(
+        Scale(2.0), (x,), **{**options, "workers": 1, "log_dir": str(tmp_path / "logs")}
+    )
     assert quiet.from_cache  # options that cannot change the code
 
 
@@ -310,10 +392,25 @@ def test_a_hit_in_another_process_is_the_same_key(tmp_path: Path) -> None:
 
     code = (
         "import sys, torch, tvmcap; from tests.test_build import Scale\n"
-        "lib = tvmcap.build(Scale(2.0), (torch.ones(3, 4),), target='llvm', cache_dir=sys.argv[1], verify=False, tune='none')\n"
+        "options = {'target': 'llvm', 'cache_dir': sys.argv[1], 'verify': False, 'tune': 'none'}\n"
+        "lib = tvmcap.build(Scale(2.0), (torch.ones(3, 4),), **options)\n"
         "print(lib.from_cache, lib.manifest.key)"
     )
-    mine = tvmcap.build(Scale(2.0), (torch.ones(3, 4),), target="llvm", cache_dir=str(tmp_path), verify=False, tune="none")
+    versions.source_hash.cache_clear()
+    mine = tvmcap.build(
+        Scale(2.0),
+        (torch.ones(3, 4),),
+        target="llvm",
+        cache_dir=str(tmp_path),
+        verify=False,
+        tune="none",
+    )
     root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=root,
+    )
     assert done.stdout.split() == ["True", mine.manifest.key]

@@ -102,6 +102,12 @@ def test_inspect_report_cache_and_doctor(place, capsys):
     assert {f["name"] for f in json.loads(capsys.readouterr().out)} >= {"tvm", "gpu", "nvcc"}
 
 
+def test_inspect_describes_a_library_of_another_machine(hopper_block, capsys):
+    assert main(["inspect", str(hopper_block.path)]) == 0
+    text = capsys.readouterr().out
+    assert "arch sm_90a" in text and "kernels    1 a call" in text
+
+
 @pytest.mark.parametrize(
     "command, status, message",
     [

@@ -50,7 +50,9 @@ def test_what_the_passes_leave_is_accepted(stages) -> None:
 
 
 def test_ill_formed() -> None:
-    with pytest.raises(ContractError, match="after pass 'canonicalize' is not well-formed") as caught:
+    with pytest.raises(
+        ContractError, match="after pass 'canonicalize' is not well-formed"
+    ) as caught:
         contracts.check(unbound(), "canonicalize")
     assert caught.value.__cause__ is not None and isinstance(caught.value, BuildError)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -95,3 +96,15 @@ def test_loop_nests_tune_on_the_card(tmp_path: Any) -> None:
     x = torch.randn(2, 4, 16, 16)
     tvmcap.tune(net, (x,), target="cuda", trials=8, log_dir=str(tmp_path))
     assert tvmcap.build(net, (x,), target="cuda", log_dir=str(tmp_path)).manifest.verified
+
+
+def test_libraries_of_one_file_outlive_each_other() -> None:
+    lib, fn, (x, w, b) = build("block", torch.bfloat16, tune="none", verify=False)
+    want = fn(x, w, b)
+    for _ in range(4):
+        other = tvmcap.load(lib.path)
+        lib(x, w, b)
+        del lib
+        gc.collect()
+        torch.testing.assert_close(other(x, w, b), want, rtol=2e-2, atol=2e-2)
+        lib = other

@@ -1,4 +1,4 @@
-"""Without examples: the first call captures, the second size makes the dimension free, and that is all."""
+"""Without examples: the first call captures, the second size frees the dimension, once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_one_compile_then_one_more_then_none() -> None:
     assert len(lib.compiles) == 2
     assert [d.name for d in lib.signature.dims] == ["d0"]
     text = lib.explain()
-    assert text.startswith("2 compiles\ncompile 1: first call: x[3, 4], w[4]\ncompile 2: x[0] varies and becomes symbolic: x[1, 4]")
+    assert text.startswith(
+        "2 compiles\ncompile 1: first call: x[3, 4], w[4]\n"
+        "compile 2: x[0] varies and becomes symbolic: x[1, 4]"
+    )
     assert "kernels" in text
 
 
@@ -84,7 +87,12 @@ def test_other_mistakes_do_not_compile() -> None:
 
 def test_before_the_first_call(tmp_path: Path) -> None:
     lib = lazy()
-    for use in (lambda: lib.export(tmp_path / "x.so"), lib.explain, lib.scoreboard, lambda: lib.signature):
+    for use in (
+        lambda: lib.export(tmp_path / "x.so"),
+        lib.explain,
+        lambda: lib.scoreboard(),
+        lambda: lib.signature,
+    ):
         with pytest.raises(LibraryError, match="nothing is compiled yet: call it once"):
             use()
     assert not (tmp_path / "x.so").exists()

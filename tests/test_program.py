@@ -14,6 +14,9 @@ import neighbour
 def block(x, w, b):
     return torch.relu(x @ w + b)
 
+def scaled(x, w, scale=1.0, t=None):
+    return x @ w * scale
+
 def make():
     return torch.nn.Linear(4, 8).train()
 
@@ -74,14 +77,16 @@ def test_inputs_from_a_function(file):
 
 
 def test_arguments_out_of_order_go_by_keyword(file):
-    program = load_program(f"{file}:block", ["w:f32[4,3]", "b:f32[3]"])
-    assert program.args == () and set(program.kwargs) == {"w", "b"}
+    program = load_program(f"{file}:scaled", ["w:f32[4,3]", "x:f32[2,4]"])
+    assert len(program.args) == 2 and not program.kwargs
+    program = load_program(f"{file}:scaled", ["x:f32[2,4]", "w:f32[4,3]", "t:f32[3]"])
+    assert program.args == () and set(program.kwargs) == {"x", "w", "t"}
 
 
 @pytest.mark.parametrize(
     "name, inputs, message",
     [
-        ("{f}:nope", [], "it has block, make, Net"),
+        ("{f}:nope", [], "it has block, scaled, make, Net"),
         ("{f}", [], "FILE.py:NAME"),
         ("missing.py:f", [], "no such file"),
         ("no.such.module:f", [], "cannot import"),
@@ -91,6 +96,7 @@ def test_arguments_out_of_order_go_by_keyword(file):
         ("{f}:block", ["x float32"], "expected an example input"),
         ("{f}:block", ["x:f32[B]"], "neither 16 nor B=16"),
         ("{f}:block", ["q:f32[3]"], "the arguments are x, w, b"),
+        ("{f}:block", ["x:f32[2,4]"], "no example input for w, b: give each one"),
         ("{f}:block", ["x:f32[B=2,4]", "w:f32[B=3,4]"], "B is 2 and 3"),
     ],
 )

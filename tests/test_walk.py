@@ -1,4 +1,4 @@
-"""The measured walk from eager to compiled: kernels and traffic fall when operators are fused, and the result stays."""
+"""The measured walk: kernels and traffic fall when operators are fused, the result stays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ def steps(args: tuple[torch.Tensor, ...], blocks: Any) -> dict[str, Any]:
     """The block's library whole and without fusion, with its score at 64 rows."""
     libs = {
         "fused": blocks("tanh", torch.float32)[1],
-        "apart": tvmcap.build(gelu_tanh, args, dynamic={"x": {0: "B"}}, target="llvm", tune="none", verify=False, disable=("fuse",)),
+        "apart": tvmcap.build(
+            gelu_tanh,
+            args,
+            dynamic={"x": {0: "B"}},
+            target="llvm",
+            tune="none",
+            verify=False,
+            disable=("fuse",),
+        ),
     }
     return {name: (lib, lib.scoreboard({"B": 64}, baselines=False)) for name, lib in libs.items()}
 
@@ -39,7 +47,9 @@ def test_the_count_is_what_runs(steps: dict[str, Any], args: tuple[torch.Tensor,
 
 def test_fusion_saves_the_traffic(steps: dict[str, Any]) -> None:
     fused, apart = steps["fused"][1], steps["apart"][1]
-    assert fused.activation_traffic == pytest.approx((32 + 48) / 48)  # x read once, the result written once
+    assert fused.activation_traffic == pytest.approx(
+        (32 + 48) / 48
+    )  # x read once, the result written once
     assert apart.activation_traffic > 2 * fused.activation_traffic
     assert fused.hbm_bytes == 4 * (64 * 32 + 32 * 48 + 48 + 64 * 48) < apart.hbm_bytes
 

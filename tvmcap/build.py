@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from tvmcap.kernel.records import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.loader import configure_threads
+from tvmcap.scoreboard import counted
+from tvmcap.verify.check import example_leaves, verify
+from tvmcap.verify.inputs import example_sizes
 from tvmcap.view import kernels
 from tvmcap.view.explain import tuning_notice
 
@@ -137,6 +141,9 @@ def _make(
         key=key,
         peak_bytes=pipeline.peak_bytes(planned),
     )
+    sizes = example_sizes(manifest.signature, example_leaves(captured))
+    score = counted(manifest, sizes, manifest.kernels).to_json()
+    manifest = replace(manifest, score=score)
     trace.timed("export", lambda: export.write(executable, path, manifest, large))
     return {"capture_again": lambda: captured, "module": planned, "passes": trace.seconds}
 
@@ -157,8 +164,6 @@ def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
 def _report(compiled: Compiled, config: Config) -> None:
     """Verify a library where that is wanted and possible, and say how much of it is tuned."""
     if config.verify and compiled.executor is not None:
-        from tvmcap.verify.check import verify
-
         report = verify(compiled)
         compiled.mark_verified(report.ok)
         logger.info("%s", report)

@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    _configure_logging(args.verbose)
+    _configure_logging(
+        args.verbose or int(args.verb == "tune")
+    )  # tuning is slow: say how far it is
     try:
         from tvmcap import verbs
 

@@ -26,7 +26,8 @@ def check(mod: tvm.IRModule, name: str) -> None:
         for call in calls:
             if not is_op(call, "call_tir"):
                 raise ContractError(
-                    f"after pass {name!r} main still calls {call.op}; only call_tir is allowed"
+                    f"after pass {name!r} main still calls {getattr(call.op, 'name', call.op)}; "
+                    "only call_tir is allowed"
                 )
     kernels = [f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc)]
     if name == "schedule":

@@ -31,12 +31,12 @@ class Lazy:
         self.fn, self.config = fn, config
         self.compiles: list[str] = []
         self._compiled: Compiled | None = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._first: dict[str, _Spec] = {}
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run, compiling first where this call needs it."""
         if self._compiled is None:
-            self._shapes = dict(_shapes(self.fn, args, kwargs))
+            self._first = dict(_specs(self.fn, args, kwargs))
             self._compile(args, kwargs, "first call")
         assert self._compiled is not None
         try:
@@ -53,7 +53,7 @@ class Lazy:
     def _compile(self, args: Any, kwargs: Any, why: str) -> None:
         from tvmcap.build import compile_once
 
-        sizes = ", ".join(f"{name}{list(shape)}" for name, shape in _shapes(self.fn, args, kwargs))
+        sizes = ", ".join(f"{name}{list(shape)}" for name, (_, shape) in _specs(self.fn, args, kwargs))
         self.compiles.append(f"{why}: {sizes}")
         logger.info("compile %d: %s", len(self.compiles), self.compiles[-1])
         self._compiled = compile_once(self.fn, args, dict(kwargs), self.config)
@@ -65,9 +65,9 @@ class Lazy:
         """
         found: dict[str, dict[int, str]] = {}
         groups: dict[tuple[int, int], str] = {}
-        for name, shape in _shapes(self.fn, args, kwargs):
-            old = self._shapes.get(name, shape)
-            if len(old) != len(shape):
+        for name, (dtype, shape) in _specs(self.fn, args, kwargs):
+            old_dtype, old = self._first.get(name, (dtype, shape))
+            if dtype != old_dtype or len(old) != len(shape):
                 return {}
             for axis, (before, now) in enumerate(zip(old, shape, strict=True)):
                 if before != now and axis not in (self.config.dynamic or {}).get(name, {}):
@@ -100,15 +100,18 @@ class Lazy:
         return getattr(self.compiled, name)
 
 
-def _shapes(fn: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor among the arguments, nested ones with dotted names."""
+_Spec = tuple[str, tuple[int, ...]]
+
+
+def _specs(fn: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, _Spec]]:
+    """Name, dtype and shape of every tensor among the arguments, nested ones with dotted names."""
     from tvmcap.capture.structure import bind, describe
 
     call = bind(fn, list(args), dict(kwargs))
     for name, value in zip(call.names, call.values, strict=True):
         leaves: list[tuple[str, Any]] = []
         describe(value, name, leaves)
-        yield from ((leaf, tuple(tensor.shape)) for leaf, tensor in leaves)
+        yield from ((leaf, (str(tensor.dtype), tuple(tensor.shape))) for leaf, tensor in leaves)
 
 
 def _merge(old: Mapping[Any, Any] | None, new: Mapping[str, Mapping[int, str]]) -> dict[Any, Any]:

@@ -74,14 +74,19 @@ def load_program(
         if not Path(name).is_file():
             raise ConfigError(f"{name}: no such file")
         return Program(name, dynamic=free)
-    torch: Any = importlib.import_module("torch")
-    torch.manual_seed(seed)
-    fn = as_program(find(name))
+    fn = load_function(name, seed)
     if inputs_from is not None:
         made = find(inputs_from)()
         args = tuple(made) if isinstance(made, tuple | list) else (made,)
         return Program(fn, args, {}, free)
     return _with_inputs(fn, inputs, free)
+
+
+def load_function(name: str, seed: int = 0) -> Any:
+    """Return the function or module ``name`` alone; ``seed`` draws the weights of a new module."""
+    torch: Any = importlib.import_module("torch")
+    torch.manual_seed(seed)
+    return as_program(find(name))
 
 
 def find(name: str) -> Any:
@@ -138,12 +143,19 @@ def as_program(found: Any) -> Any:
     return found
 
 
-def _parameters(fn: Any) -> list[str]:
+def _parameters(fn: Any, *, required: bool = False) -> list[str]:
+    """Name the parameters, or those of them that a call must give."""
     target = fn.forward if hasattr(fn, "forward") and not isinstance(fn, type) else fn
     try:
-        return list(inspect.signature(target).parameters)
+        found = inspect.signature(target).parameters
+        return [n for n, p in found.items() if not required or _is_required(p)]
     except (TypeError, ValueError):
         return []
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    collects = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in collects
 
 
 def _with_inputs(fn: Any, inputs: Sequence[str], free: dict[str, dict[int, Dim]]) -> Program:
@@ -167,6 +179,13 @@ def _with_inputs(fn: Any, inputs: Sequence[str], free: dict[str, dict[int, Dim]]
             free = {**free, name: {**free.get(name, {}), axis: dim}}
         weight = symbolic and not any(e.name for e in extents)
         drawn[name] = _draw(dtype, [e.size for e in extents], high, weight)
+    missing = [n for n in _parameters(fn, required=True) if n not in drawn]
+    if missing:
+        example = f'--input "{missing[0]}:float32[B=16,1024]"'
+        raise ConfigError(
+            f"no example input for {', '.join(missing)}: give each one, such as {example}, or "
+            "--inputs-from FILE.py:FUNC"
+        )
     ordered = [n for n in names if n in drawn]
     if ordered == names[: len(ordered)]:
         return Program(fn, tuple(drawn[n] for n in ordered), {}, free)

@@ -12,6 +12,7 @@ import torch
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import LibraryError
+from tvmcap.base.manifest import Manifest
 from tvmcap.base.score import Latency, Score
 from tvmcap.base.signature import Signature, unflatten
 from tvmcap.base.timing import measure, rotated
@@ -52,7 +53,7 @@ def score(
     example = None if compiled.captured is None else example_leaves(compiled.captured)
     chosen = {**example_sizes(sig, example), **(sizes or {})}
     say("counting kernels and bytes")
-    result = _counted(compiled, chosen)
+    result = counted(compiled.manifest, chosen, kernel_table(compiled))
     if compiled.executor is None:
         return result
     if compiled.captured is None and reference is None:
@@ -79,9 +80,8 @@ def score(
     return _with_times(result, times)
 
 
-def _counted(compiled: Any, sizes: dict[str, int]) -> Score:
-    """Fill in what needs no run."""
-    manifest = compiled.manifest
+def counted(manifest: Manifest, sizes: dict[str, int], table: Table | None) -> Score:
+    """Fill in what needs no run: kernels, bytes, planned memory, coverage."""
     coverage = manifest.coverage
     tunable = [task for task in coverage if task.get("tunable", True)]
     common: dict[str, Any] = {
@@ -90,10 +90,9 @@ def _counted(compiled: Any, sizes: dict[str, int]) -> Score:
         "tasks": len(tunable),
         "verified": manifest.verified,
     }
-    table = kernel_table(compiled)
     if table is None:
         return Score(sizes, manifest.kernels_per_call, None, None, None, None, **common)
-    traffic = count(table, compiled.signature, sizes, served_by(coverage))
+    traffic = count(table, manifest.signature, sizes, served_by(coverage))
     return Score(
         sizes=sizes,
         kernels=traffic.launches,

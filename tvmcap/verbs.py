@@ -15,7 +15,7 @@ from rich.console import Console
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import ConfigError, InputError
 from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
-from tvmcap.program import Program, dynamic_option, load_program, parse_sizes
+from tvmcap.program import Program, dynamic_option, load_function, load_program, parse_sizes
 
 #: Columns of a table that goes to a file or a pipe.
 _WIDTH = 110
@@ -26,7 +26,8 @@ def build(args: argparse.Namespace) -> int:
     from tvmcap.build import build as run
 
     program, config = _read(args)
-    with _status("building"):
+    # tuning shows its own progress, and a terminal has room for one
+    with contextlib.nullcontext() if isinstance(config.tune, int) else _status("building"):
         lib = run(program.fn, program.args, program.kwargs, config=config)
     if args.output:
         lib.export(args.output)
@@ -195,11 +196,10 @@ def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
 def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
     """Load a library, or build the program; with the PyTorch code to compare with, if given."""
     against = getattr(args, "against", None) or getattr(args, "reference", None)
-    reference = None if against is None else load_program(against).fn
+    seed = make_config(**config_options(args)).seed
+    reference = None if against is None else load_function(against, seed)
     if args.program.endswith(".so"):
-        from tvmcap.compiled import load
-
-        return load(args.program), reference
+        return _open(args.program, foreign=args.verb == "inspect"), reference
     from tvmcap.build import build as run
 
     program, config = _read(args, **defaults)
@@ -212,6 +212,20 @@ def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
 
         lib.captured = capture(program.fn, program.args, program.kwargs, config)
     return lib, reference
+
+
+def _open(path: str, *, foreign: bool) -> Any:
+    """Load a library; with ``foreign`` also one of another machine, which cannot be called."""
+    from tvmcap.base.errors import IncompatibleLibraryError
+    from tvmcap.base.manifest import read_manifest
+    from tvmcap.compiled import Compiled, load
+
+    try:
+        return load(path)
+    except IncompatibleLibraryError as e:
+        if not foreign:
+            raise
+        return Compiled(Path(path), read_manifest(path), None, str(e))
 
 
 @contextlib.contextmanager

@@ -27,9 +27,21 @@ def test_names_and_objects() -> None:
         "num-cores": 3,
     }
     cuda = codegen.target_data("cuda:sm_80")
-    assert (cuda["arch"], cuda["max_threads_per_block"], cuda["max_shared_memory_per_block"]) == ("sm_80", 1024, 166912)
-    assert codegen.target_data({"kind": "cuda", "arch": "sm_90a", "max_threads_per_block": 512})["max_threads_per_block"] == 512
-    assert codegen.target_data({"kind": "cuda", "arch": "sm_61"})["max_shared_memory_per_block"] == 49152
+    assert (cuda["arch"], cuda["max_threads_per_block"], cuda["max_shared_memory_per_block"]) == (
+        "sm_80",
+        1024,
+        166912,
+    )
+    assert (
+        codegen.target_data({"kind": "cuda", "arch": "sm_90a", "max_threads_per_block": 512})[
+            "max_threads_per_block"
+        ]
+        == 512
+    )
+    assert (
+        codegen.target_data({"kind": "cuda", "arch": "sm_61"})["max_shared_memory_per_block"]
+        == 49152
+    )
 
 
 def test_the_default_follows_the_machine(monkeypatch) -> None:
@@ -40,13 +52,27 @@ def test_the_default_follows_the_machine(monkeypatch) -> None:
     assert codegen.target_data(None)["arch"] == codegen.target_data("cuda")["arch"] == "sm_89"
 
 
-@pytest.mark.parametrize("spec", ["rocm", "llvm -mcpu=znver4", "", {"arch": "sm_80"}, {"kind": "metal"}, '{"kind": ', {"kind": "llvm", "mcp": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "rocm",
+        "llvm -mcpu=znver4",
+        "",
+        {"arch": "sm_80"},
+        {"kind": "metal"},
+        '{"kind": ',
+        {"kind": "llvm", "mcp": "x"},
+    ],
+    ids=str,
+)
 def test_what_is_refused(spec) -> None:
     with pytest.raises(ConfigError, match="target"):
         codegen.make_target(spec)
 
 
-@pytest.mark.parametrize("spec", ["llvm", "cuda:sm_90a", {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}], ids=str)
+@pytest.mark.parametrize(
+    "spec", ["llvm", "cuda:sm_90a", {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}], ids=str
+)
 def test_export_is_what_make_target_takes(spec) -> None:
     target = codegen.make_target(spec)
     data = codegen.export_target(target)
@@ -81,7 +107,10 @@ def executable(path: Path) -> Path:
 
 
 def test_nvcc_on_path_comes_first(tmp_path, monkeypatch) -> None:
-    mine, home = executable(tmp_path / "bin" / "nvcc"), executable(tmp_path / "cuda" / "bin" / "nvcc")
+    mine, home = (
+        executable(tmp_path / "bin" / "nvcc"),
+        executable(tmp_path / "cuda" / "bin" / "nvcc"),
+    )
     monkeypatch.setenv("PATH", str(mine.parent))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assert codegen.find_nvcc() == codegen.require_nvcc() == mine

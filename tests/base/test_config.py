@@ -19,11 +19,19 @@ def _elsewhere(tmp_path, monkeypatch) -> None:
 def test_defaults() -> None:
     config = make_config()
     assert config == Config()
-    assert (config.tune, config.verify, config.target, config.disable, config.constants) == ("cached", True, None, (), ())
+    assert (config.tune, config.verify, config.target, config.disable, config.constants) == (
+        "cached",
+        True,
+        None,
+        (),
+        (),
+    )
 
 
 def test_call_over_environment_over_file_over_default(tmp_path, monkeypatch) -> None:
-    (tmp_path / "tvmcap.toml").write_text('seed = 1\nworkers = 2\ntune = "none"\nconstants = ["w", "b"]\n')
+    (tmp_path / "tvmcap.toml").write_text(
+        'seed = 1\nworkers = 2\ntune = "none"\nconstants = ["w", "b"]\n'
+    )
     assert make_config() == Config(seed=1, workers=2, tune="none", constants=("w", "b"))
     monkeypatch.setenv("TVMCAP_SEED", "7")
     monkeypatch.setenv("TVMCAP_TUNE", "12")
@@ -38,7 +46,10 @@ def test_a_config_is_taken_as_it_is(tmp_path, monkeypatch) -> None:
     assert make_config(Config(seed=4), workers=5) == Config(seed=4, workers=5)
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("tragets", "target"), ("dynamics", "dynamic"), ("chache_dir", "cache_dir"), ("Tune", "tune")])
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("tragets", "target"), ("dynamics", "dynamic"), ("chache_dir", "cache_dir"), ("Tune", "tune")],
+)
 def test_an_unknown_name_names_the_nearest(wrong, near) -> None:
     with pytest.raises(ConfigError, match=f"unknown option '{wrong}'; did you mean '{near}'"):
         make_config(**{wrong: 1})
@@ -108,7 +119,10 @@ def test_values_from_text(name, text, value) -> None:
     assert parse_option(name, text) == value
 
 
-@pytest.mark.parametrize(("name", "text"), [("verify", "perhaps"), ("workers", "four"), ("budget_s", "long"), ("target", "{kind}")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("verify", "perhaps"), ("workers", "four"), ("budget_s", "long"), ("target", "{kind}")],
+)
 def test_text_that_is_no_value(name, text) -> None:
     with pytest.raises(ConfigError, match=f"cannot read {name}"):
         parse_option(name, text)
@@ -133,16 +147,26 @@ def test_a_string_is_a_list_of_names() -> None:
 
 
 def test_json_of_a_config() -> None:
-    config = Config(target={"kind": "llvm"}, dynamic={"x": {0: Dim("B", max=8)}, 1: {0: "B"}}, tune=3, workers=4)
+    config = Config(
+        target={"kind": "llvm"}, dynamic={"x": {0: Dim("B", max=8)}, 1: {0: "B"}}, tune=3, workers=4
+    )
     data = config.to_json()
     assert json.loads(json.dumps(data)) == data and set(data) == set(FIELDS)
     assert data["dynamic"] == {"x": {"0": {"name": "B", "min": 0, "max": 8}}, "1": {"0": "B"}}
 
 
 def test_only_code_leaves_out_what_cannot_change_the_library(tmp_path) -> None:
-    one = Config(workers=1, verify=False, log_dir="a", cache_dir="b", dump="c", budget_s=1, rpc="h:1")
+    one = Config(
+        workers=1, verify=False, log_dir="a", cache_dir="b", dump="c", budget_s=1, rpc="h:1"
+    )
     assert one.to_json(only_code=True) == Config().to_json(only_code=True)
-    for change in ({"seed": 1}, {"disable": ("fuse",)}, {"tune": 5}, {"allow_tf32": True}, {"dynamic": {0: {0: "B"}}}):
+    for change in (
+        {"seed": 1},
+        {"disable": ("fuse",)},
+        {"tune": 5},
+        {"allow_tf32": True},
+        {"dynamic": {0: {0: "B"}}},
+    ):
         assert Config(**change).to_json(only_code=True) != Config().to_json(only_code=True)
 
 

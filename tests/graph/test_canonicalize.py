@@ -1,4 +1,4 @@
-"""Canonicalize folds constants, shares common subexpressions, drops dead code, and changes nothing else."""
+"""Canonicalize folds constants, shares subexpressions, drops dead code, and no more."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class NothingToDo:
     """Alike but for one argument: what CSE must keep apart, and an argument nobody reads."""
 
     @R.function
-    def main(
-        x: R.Tensor(("B", 4), "float32"), unused: R.Tensor((3,), "float32")
-    ) -> R.Tuple(R.Tensor(("B", 4), "float32"), R.Tensor(("B", 4), "float32")):
+    def main(x: R.Tensor(("B", 4), "float32"), unused: R.Tensor((3,), "float32")) -> R.Tuple(
+        R.Tensor(("B", 4), "float32"), R.Tensor(("B", 4), "float32")
+    ):
         B = T.int64()
         with R.dataflow():
             p: R.Tensor((B, 4), "float32") = R.add(x, R.const(1.0, "float32"))

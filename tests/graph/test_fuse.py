@@ -159,7 +159,9 @@ def test_fuse_leaves_a_lone_kernel_alone() -> None:
 
 
 @pytest.mark.parametrize(("between", "kernels"), [(True, 2), (False, 3)])
-def test_elementwise_joins_its_producer_and_a_reduction_does_not(between: bool, kernels: int) -> None:
+def test_elementwise_joins_its_producer_and_a_reduction_does_not(
+    between: bool, kernels: int
+) -> None:
     with TARGET:
         names = calls(fuse(legalize(two_products(between))))
     assert len(names) == kernels
@@ -221,7 +223,9 @@ def test_parts_of_one_result_are_not_copied() -> None:
         builder.emit_func_output(relax.Tuple(parts))
     with TARGET:
         done = legalize(builder.get())
-    copies = [isinstance(r, relax.Call) and r.args[0].name_hint.startswith("copy") for r in results(done)]
+    copies = [
+        isinstance(r, relax.Call) and r.args[0].name_hint.startswith("copy") for r in results(done)
+    ]
     assert copies == [False, False, True]
 
 

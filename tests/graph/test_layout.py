@@ -1,4 +1,4 @@
-"""Layout packs constant weights as their kernel asks, reads transposes in place, and touches no other operand."""
+"""Layout packs constant weights as asked, reads transposes in place, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def never(weight, lhs, dtype):
 class Before:
     @R.function
     def main(
-        x: R.Tensor(("B", 4), "float32"), v: R.Tensor((2, 4), "float32"), w: R.Tensor((4, 2), "float32")
+        x: R.Tensor(("B", 4), "float32"),
+        v: R.Tensor((2, 4), "float32"),
+        w: R.Tensor((4, 2), "float32"),
     ) -> R.Tuple(R.Tensor(("B", 2), "float32"), R.Tensor(("B", 2), "float32")):
         B = T.int64()
         with R.dataflow():
@@ -58,7 +60,9 @@ class After:
 
     @R.function
     def main(
-        x: R.Tensor(("B", 4), "float32"), v: R.Tensor((2, 4), "float32"), packed: R.Tensor((2, 4), "float32")
+        x: R.Tensor(("B", 4), "float32"),
+        v: R.Tensor((2, 4), "float32"),
+        packed: R.Tensor((2, 4), "float32"),
     ) -> R.Tuple(R.Tensor(("B", 2), "float32"), R.Tensor(("B", 2), "float32")):
         B = T.int64()
         cls = After
@@ -73,12 +77,16 @@ class After:
 
 @I.ir_module
 class NothingToDo:
-    """A weight that is an argument, a transpose that a matmul reads as its left side, one that nothing multiplies."""
+    """A weight that is an argument, a transpose on the left side, one that nothing multiplies."""
 
     @R.function
     def main(
-        x: R.Tensor(("B", 4), "float32"), w: R.Tensor((4, 2), "float32"), v: R.Tensor((4, 4), "float32")
-    ) -> R.Tuple(R.Tensor(("B", 2), "float32"), R.Tensor((4, 4), "float32"), R.Tensor((4, 4), "float32")):
+        x: R.Tensor(("B", 4), "float32"),
+        w: R.Tensor((4, 2), "float32"),
+        v: R.Tensor((4, 4), "float32"),
+    ) -> R.Tuple(
+        R.Tensor(("B", 2), "float32"), R.Tensor((4, 4), "float32"), R.Tensor((4, 4), "float32")
+    ):
         B = T.int64()
         with R.dataflow():
             a: R.Tensor((B, 2), "float32") = R.matmul(x, w)
@@ -132,14 +140,24 @@ def test_a_batch_of_transposes_is_read_in_place() -> None:
 def test_another_permutation_stays() -> None:
     mod = batched([1, 2, 0])
     done = layout(mod, never)
-    ops = [b.value.op.name for block in done["main"].body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
+    ops = [
+        b.value.op.name
+        for block in done["main"].body.blocks
+        for b in block.bindings
+        if isinstance(b.value, relax.Call)
+    ]
     assert ops == ["relax.permute_dims", "relax.matmul"]
 
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [((3, 4), (5, 4)), ((2, 3, 4), (2, 5, 4)), ((2, 3, 4), (5, 4)), ((6, 2, 3, 4), (1, 2, 5, 4)),
-    ((3, 4), (2, 5, 4))],
+    [
+        ((3, 4), (5, 4)),
+        ((2, 3, 4), (2, 5, 4)),
+        ((2, 3, 4), (5, 4)),
+        ((6, 2, 3, 4), (1, 2, 5, 4)),
+        ((3, 4), (2, 5, 4)),
+    ],
     ids=str,
 )
 def test_matmul_nt_is_the_product_with_broadcast(a, b) -> None:

@@ -83,12 +83,16 @@ def test_without_records_the_default(module) -> None:
     done, (served,) = scheduled(module)
     assert served.served_by == "template:cpu_gemm" and not served.tuned and served.tunable
     assert served.reason == "no record; the template's default" and list(served.ranges) == ["any"]
-    assert all(f.attrs["tirx.is_scheduled"] for f in done.functions.values() if isinstance(f, tirx.PrimFunc))
+    assert all(
+        f.attrs["tirx.is_scheduled"]
+        for f in done.functions.values()
+        if isinstance(f, tirx.PrimFunc)
+    )
     tvm.ir.assert_structural_equal(done["main"], module["main"])
 
 
 def test_one_record_decides_for_every_size(module, task, settings) -> None:
-    done, (served,) = scheduled(module, [record(task, 16, 3.0, settings[1])])
+    _, (served,) = scheduled(module, [record(task, 16, 3.0, settings[1])])
     assert served.tuned and served.reason == ""
     assert served.ranges == {"any": task.template.knobs_to_json(settings[1])}
     assert list(served.records) == ["rows=16"] and "3.0 us" in served.records["rows=16"]
@@ -125,8 +129,14 @@ def test_no_more_variants_than_pay(module, task, settings) -> None:
 def test_a_static_size_takes_its_own_record_else_the_nearest(settings) -> None:
     mod = fused(mlp((8, 48), rows=20))
     (task,) = tasks.extract(mod, TARGET, spaces.find)
-    far, near, exact = (record(task, n, 1.0, k) for n, k in zip((500, 16, 20), settings, strict=True))
-    for records, wanted in (([far, near], settings[1]), ([far, near, exact], settings[2]), ([far], settings[0])):
+    far, near, exact = (
+        record(task, n, 1.0, k) for n, k in zip((500, 16, 20), settings, strict=True)
+    )
+    for records, wanted in (
+        ([far, near], settings[1]),
+        ([far, near, exact], settings[2]),
+        ([far], settings[0]),
+    ):
         _, (served,) = scheduled(mod, records)
         assert served.ranges == {"any": task.template.knobs_to_json(wanted)}
 
@@ -152,7 +162,9 @@ def softmax(rows="B"):
 
 def test_a_loop_nest_without_a_record_goes_by_rule() -> None:
     _, (served,) = scheduled(softmax())
-    assert served.served_by.startswith("rule:") and served.reason == "no record" and not served.tuned
+    assert (
+        served.served_by.startswith("rule:") and served.reason == "no record" and not served.tuned
+    )
 
 
 def test_a_trace_that_does_not_apply_is_reported() -> None:
@@ -170,7 +182,7 @@ def test_what_is_too_small_to_tune_says_so() -> None:
         with builder.dataflow():
             y = builder.emit_output(relax.op.exp(x))
         builder.emit_func_output(y)
-    done, (served,) = scheduled(fused(builder.get()))
+    _, (served,) = scheduled(fused(builder.get()))
     assert not served.tunable and served.reason == "too small to tune"
     assert served.to_json()["tuned"] is False
 

@@ -22,7 +22,10 @@ def kernel(op, *shapes, target=TARGET):
     """Return the fused PrimFunc of one operator; a string in a shape is a symbolic extent."""
     builder = relax.BlockBuilder()
     names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
-    args = [relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in s], "float32")) for i, s in enumerate(shapes)]
+    args = [
+        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in s], "float32"))
+        for i, s in enumerate(shapes)
+    ]
     with builder.function("main", args):
         with builder.dataflow():
             out = builder.emit_output(op(*args))
@@ -68,14 +71,50 @@ def test_llvm_schedules_are_right(name) -> None:
     done, rule = fallback.schedule(func, TARGET)
     assert done.attrs["tirx.is_scheduled"] and rule in ("cpu", "none")
     assert len(done.params) == len(func.params)
-    run = tvm.compile(tvm.IRModule({"main": done.with_attr("global_symbol", "main")}), TARGET)["main"]
+    run = tvm.compile(tvm.IRModule({"main": done.with_attr("global_symbol", "main")}), TARGET)[
+        "main"
+    ]
     for rows in (1, 6) if any("B" in s for s in shapes) else (3,):
         rng = np.random.default_rng(rows)
-        arrays = [rng.standard_normal([rows if e == "B" else e for e in s], dtype=np.float32) for s in shapes]
+        arrays = [
+            rng.standard_normal([rows if e == "B" else e for e in s], dtype=np.float32)
+            for s in shapes
+        ]
         wanted = reference(name, *arrays)
         out = tvm.runtime.tensor(np.full(wanted.shape, np.nan, np.float32))
         run(*map(tvm.runtime.tensor, arrays), out)
         np.testing.assert_allclose(out.numpy(), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("op", "worst"), [(relax.op.max, -np.inf), (relax.op.min, np.inf)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_extremes_of_infinities(op, worst, dtype) -> None:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((3, 5), dtype))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            out = builder.emit_output(op(x, axis=1))
+        builder.emit_func_output(out)
+    with TARGET:
+        (func,) = (
+            f
+            for f in fuse(legalize(builder.get())).functions.values()
+            if isinstance(f, tirx.PrimFunc)
+        )
+    done, _ = fallback.schedule(func, TARGET)
+    run = tvm.compile(tvm.IRModule({"main": done.with_attr("global_symbol", "main")}), TARGET)[
+        "main"
+    ]
+    value = np.full((3, 5), worst, dtype)
+    value[1, 2], value[2, 4] = 7, -np.inf
+    result = tvm.runtime.tensor(np.zeros(3, dtype))
+    run(tvm.runtime.tensor(value), result)
+    np.testing.assert_array_equal(result.numpy(), (value.max if worst < 0 else value.min)(1))
+
+
+def test_other_starts_stay() -> None:
+    func = kernel(lambda x: relax.op.sum(x, axis=1), (3, 4))
+    tvm.ir.assert_structural_equal(fallback.infinite_identities(func), func)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,8 +129,13 @@ def test_gpu_schedules_bind_threads(name) -> None:
 
 
 def test_the_most_specific_rule_comes_first() -> None:
-    assert fallback.schedule(kernel(relax.op.matmul, (64, 64), (64, 64), target=GPU), GPU)[1] == "dlight-matmul"
-    assert fallback.schedule(kernel(relax.op.exp, (64, 64), target=GPU), GPU)[1] == "dlight-fallback"
+    assert (
+        fallback.schedule(kernel(relax.op.matmul, (64, 64), (64, 64), target=GPU), GPU)[1]
+        == "dlight-matmul"
+    )
+    assert (
+        fallback.schedule(kernel(relax.op.exp, (64, 64), target=GPU), GPU)[1] == "dlight-fallback"
+    )
 
 
 def test_a_rule_that_trips_does_not_stop_the_next(monkeypatch, caplog) -> None:
@@ -110,7 +154,9 @@ def test_no_rule_at_all_shows_the_kernel(monkeypatch) -> None:
     from tvm.s_tir import dlight
 
     for rule in ("Matmul", "GEMV", "Reduction", "GeneralReduction", "Fallback"):
-        monkeypatch.setattr(getattr(dlight.gpu, rule), "apply", lambda self, func, target, tunable: None)
+        monkeypatch.setattr(
+            getattr(dlight.gpu, rule), "apply", lambda self, func, target, tunable: None
+        )
     with pytest.raises(BuildError, match=r"(?s)target='llvm'.*T\.prim_func"):
         fallback.schedule(kernel(relax.op.exp, (8, 8), target=GPU), GPU)
 

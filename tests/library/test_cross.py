@@ -37,10 +37,16 @@ def elf_images(data: bytes, machine: int) -> list[int]:
 def cuda_source(lib) -> str:
     """Return the CUDA source of a library's kernels, as code generation writes it."""
     target = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
-    kernels = {g.name_hint: f for g, f in lib.module.functions.items() if isinstance(f, tirx.PrimFunc)}
+    kernels = {
+        g.name_hint: f for g, f in lib.module.functions.items() if isinstance(f, tirx.PrimFunc)
+    }
     named = {name: f.with_attr("global_symbol", name) for name, f in kernels.items()}
     with target:
-        return str(tvm.compile(tvm.IRModule(named), target=target, tir_pipeline="tirx").mod.imports[0].inspect_source())
+        return str(
+            tvm.compile(tvm.IRModule(named), target=target, tir_pipeline="tirx")
+            .mod.imports[0]
+            .inspect_source()
+        )
 
 
 def test_the_library_holds_a_cubin_and_no_source(hopper_block) -> None:
@@ -54,7 +60,9 @@ def test_the_library_holds_a_cubin_and_no_source(hopper_block) -> None:
 def test_one_kernel_a_call(hopper_block) -> None:
     manifest = hopper_block.manifest
     assert manifest.kernels_per_call == 1
-    assert len(manifest.coverage) == 1 and manifest.coverage[0]["served_by"] == "template:hopper_gemm"
+    assert (
+        len(manifest.coverage) == 1 and manifest.coverage[0]["served_by"] == "template:hopper_gemm"
+    )
     assert manifest.target["kind"] == "cuda" and manifest.target["arch"] == "sm_90a"
     assert read_manifest(hopper_block.path) == manifest
 
@@ -82,7 +90,9 @@ def test_an_export_is_the_same_file(hopper_block, tmp_path) -> None:
 
 
 def test_a_failing_child_says_why(tmp_path) -> None:
-    apart = cross.Apart(tvm.IRModule({}), {"kind": "cuda", "arch": "sm_90a", "thread_warp_size": "many"})
+    apart = cross.Apart(
+        tvm.IRModule({}), {"kind": "cuda", "arch": "sm_90a", "thread_warp_size": "many"}
+    )
     with pytest.raises(BuildError, match=r"cross-compiling for sm_90a failed: .*ConfigError"):
         apart.export_library(str(tmp_path / "none.so"))
     assert not (tmp_path / "none.so").exists()
@@ -91,7 +101,9 @@ def test_a_failing_child_says_why(tmp_path) -> None:
 def test_without_nvcc_the_error_says_what_brings_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(codegen, "find_nvcc", lambda: None)
     with pytest.raises(ToolchainError, match=r"tvmcap\[cuda\]"):
-        cross.Apart(tvm.IRModule({}), {"kind": "cuda", "arch": "sm_90a"}).export_library(str(tmp_path / "none.so"))
+        cross.Apart(tvm.IRModule({}), {"kind": "cuda", "arch": "sm_90a"}).export_library(
+            str(tmp_path / "none.so")
+        )
 
 
 def test_without_cudart_the_error_says_what_brings_it(tmp_path, monkeypatch) -> None:
@@ -101,14 +113,19 @@ def test_without_cudart_the_error_says_what_brings_it(tmp_path, monkeypatch) -> 
 
 
 def test_the_stand_in_stays_in_the_child(hopper_block) -> None:
-    loaded = [line for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda.so" in line]
+    loaded = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda.so" in line
+    ]
     assert not any(tempfile.gettempdir() in line for line in loaded)
 
 
 def test_the_stand_in_reports_no_device(tmp_path) -> None:
     code = (
-        "import ctypes, sys; from tvmcap.library import cross; cross.preload_driver_stand_in(sys.argv[1]);"
-        "cuda = ctypes.CDLL('libcuda.so.1'); print(cuda.cuInit(0), cuda.cuModuleLoadData(None, None))"
+        "import ctypes, sys; from tvmcap.library import cross\n"
+        "cross.preload_driver_stand_in(sys.argv[1]); cuda = ctypes.CDLL('libcuda.so.1')\n"
+        "print(cuda.cuInit(0), cuda.cuModuleLoadData(None, None))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["100", "100"]

@@ -41,7 +41,11 @@ class ForAnotherDevice:
 
 def alignments(func):
     nodes = json.loads(tvm.ir.save_json(func))["nodes"]
-    return {n["data"]["data_alignment"] for n in nodes if isinstance(n.get("data"), dict) and "data_alignment" in n["data"]}
+    return {
+        n["data"]["data_alignment"]
+        for n in nodes
+        if isinstance(n.get("data"), dict) and "data_alignment" in n["data"]
+    }
 
 
 def at_offset(array, offset):
@@ -57,7 +61,9 @@ def at_offset(array, offset):
 
 
 def test_promises_16_bytes_and_changes_nothing_else() -> None:
-    (func,) = (f for f in planned(mlp((8, 8))).functions.values() if isinstance(f, tvm.tirx.PrimFunc))
+    (func,) = (
+        f for f in planned(mlp((8, 8))).functions.values() if isinstance(f, tvm.tirx.PrimFunc)
+    )
     assert alignments(func) == {64}
     done = lower.promise_alignment(func)
     assert 16 in alignments(done)

@@ -5,6 +5,7 @@ Outputs in place, intermediates in shared storage, never two that are alive toge
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -70,11 +71,17 @@ class After:
         cls = After
         first = R.memory.alloc_storage(R.shape([T.int64(64) * B]), 0, "global", "uint8")
         second = R.memory.alloc_storage(R.shape([T.int64(64) * B]), 0, "global", "uint8")
-        a: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(first, 0, R.shape([B, 16]), "float32")
+        a: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(
+            first, 0, R.shape([B, 16]), "float32"
+        )
         _: R.Tuple() = cls.double(x, a)
-        b: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(second, 0, R.shape([B, 16]), "float32")
+        b: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(
+            second, 0, R.shape([B, 16]), "float32"
+        )
         _1: R.Tuple() = cls.double(a, b)
-        c: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(first, 0, R.shape([B, 16]), "float32")
+        c: R.Tensor((B, 16), "float32") = R.memory.alloc_tensor(
+            first, 0, R.shape([B, 16]), "float32"
+        )
         _2: R.Tuple() = cls.double(b, c)
         _3: R.Tuple() = cls.double(c, out0)
         return R.tuple()
@@ -97,7 +104,8 @@ def module(make, *shapes):
     builder = relax.BlockBuilder()
     names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
     params = [
-        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in shape], "float32")) for i, shape in enumerate(shapes)
+        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in shape], "float32"))
+        for i, shape in enumerate(shapes)
     ]
     with builder.function("main", params):
         with builder.dataflow():
@@ -111,12 +119,17 @@ def numbers(*shape, seed=0):
 
 
 def planned_bytes(mod, sizes):
-    return sum(int(v) * evaluate(str(k) or 1, sizes) for k, v in mod.attrs["tvmcap.storage"].items())
+    return sum(
+        int(v) * evaluate(str(k) or 1, sizes) for k, v in mod.attrs["tvmcap.storage"].items()
+    )
 
 
 def test_destinations_and_shared_storage() -> None:
     done = plan(Before)
-    functions = {g: _Untyped().visit_expr(f) if g.name_hint == "main" else f for g, f in done.functions.items()}
+    functions = {
+        g: _Untyped().visit_expr(f) if g.name_hint == "main" else f
+        for g, f in done.functions.items()
+    }
     tvm.ir.assert_structural_equal(tvm.IRModule(functions, attrs=done.attrs), After)
     assert {str(k): int(v) for k, v in done.attrs["tvmcap.storage"].items()} == {"(B)": 128}
 
@@ -127,7 +140,11 @@ def test_a_single_kernel_allocates_nothing() -> None:
     assert dict(done.attrs["tvmcap.storage"]) == {}
 
 
-@pytest.mark.parametrize("widths", [(64,) * 5, (32, 128, 64, 96, 16), (16, 512, 16, 512, 16), (256, 64, 128, 64, 8)], ids=str)
+@pytest.mark.parametrize(
+    "widths",
+    [(64,) * 5, (32, 128, 64, 96, 16), (16, 512, 16, 512, 16), (256, 64, 128, 64, 8)],
+    ids=str,
+)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("rows", [1, 24, "B"])
 def test_peak_of_a_four_layer_mlp(widths, residual, rows) -> None:
@@ -152,7 +169,7 @@ def test_peak_at_the_upper_bound_of_a_dimension() -> None:
 def test_an_mlp_computes_the_same(residual) -> None:
     widths = (8, 24, 24, 16, 4)
     main = machine(planned(mlp(widths, residual=residual)))
-    weights = [numbers(a, b, seed=1) / a**0.5 for a, b in zip(widths, widths[1:], strict=False)]
+    weights = [numbers(a, b, seed=1) / a**0.5 for a, b in itertools.pairwise(widths)]
     for rows in (1, 5, 32):
         x = numbers(rows, 8)
         (got,) = run(main, [x, *weights], [(rows, 4)])
@@ -257,7 +274,9 @@ def variants(mod):
         name = f"double_upto{bound}"
 
         def add(store, plus=plus):
-            return tirx.BufferStore(store.buffer, store.value.a + tirx.FloatImm("float32", plus), store.indices)
+            return tirx.BufferStore(
+                store.buffer, store.value.a + tirx.FloatImm("float32", plus), store.indices
+            )
 
         body = tvm_ffi.structural_map(double.body, (tirx.BufferStore, add))
         variant = tvm.ir.GlobalVar(name)
@@ -273,7 +292,13 @@ def test_the_number_of_rows_chooses_among_variants() -> None:
     bindings = [b.value for block in done["main"].body.blocks for b in block.bindings]
     assert sum(map(is_launch, bindings)) == pipeline.count_kernels(done) == 4
     main = machine(done)
-    for rows, wanted in ((1, lambda x: x + 4), (4, lambda x: x + 4), (5, lambda x: x + 8), (16, lambda x: x + 8), (17, lambda x: x * 16)):
+    for rows, wanted in (
+        (1, lambda x: x + 4),
+        (4, lambda x: x + 4),
+        (5, lambda x: x + 8),
+        (16, lambda x: x + 8),
+        (17, lambda x: x * 16),
+    ):
         x = numbers(rows, 16)
         (got,) = run(main, [x], [(rows, 16)])
         np.testing.assert_allclose(got, wanted(x), rtol=1e-5, atol=1e-5)
@@ -286,8 +311,9 @@ def test_no_two_live_tensors_share_storage(seed) -> None:
     slots = []
     for _ in range(draw.randint(1, 30)):
         start = draw.randint(0, 20)
-        slots.append(Slot(ALIGN * draw.randint(1, 50), draw.choice(units), start, start +
-        draw.randint(0, 6)))
+        slots.append(
+            Slot(ALIGN * draw.randint(1, 50), draw.choice(units), start, start + draw.randint(0, 6))
+        )
     storages = assign(slots)
     for i, storage in enumerate(storages):
         mine = [s for s in slots if s.storage == i]
@@ -300,7 +326,9 @@ def test_no_two_live_tensors_share_storage(seed) -> None:
         own = [s for s in slots if s.unit == unit]
         total = sum(s.size for s in storages if s.unit == unit)
         assert total <= sum(s.size for s in own)
-        assert total >= max((sum(s.size for s in own if s.start <= t <= s.end) for t in range(30)), default=0)
+        assert total >= max(
+            (sum(s.size for s in own if s.start <= t <= s.end) for t in range(30)), default=0
+        )
 
 
 def test_measure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from dataclasses import replace
@@ -25,7 +26,7 @@ WIDTHS = (8, 16, 16, 4)
 @pytest.fixture(scope="module")
 def values():
     rng = np.random.default_rng(5)
-    return [rng.standard_normal(p, dtype=np.float32) / 4 for p in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    return [rng.standard_normal(p, dtype=np.float32) / 4 for p in itertools.pairwise(WIDTHS)]
 
 
 @pytest.fixture(scope="module")

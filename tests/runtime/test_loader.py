@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -224,3 +226,23 @@ def test_what_the_system_cannot_load_is_named(tmp_path: Path) -> None:
     append_manifest(path, libs.manifest_for(libs.chain_signature()))
     with pytest.raises(IncompatibleLibraryError, match="cannot load the library"):
         Executor(path)
+
+
+def test_libraries_of_one_file_share_its_code_and_a_replaced_file_does_not(
+    chain: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.so"
+    export.copy_library(chain, path)
+    manifest = Executor(path).manifest
+    first, second = loader.Library(path, manifest), loader.Library(path, manifest)
+    os.utime(path)
+    assert first._code is second._code is loader.Library(path, manifest)._code
+    export.copy_library(chain, path)
+    assert loader.Library(path, manifest)._code is not first._code
+    code = weakref.ref(second._code)
+    del first
+    gc.collect()
+    assert code() is not None
+    del second
+    gc.collect()
+    assert code() is None

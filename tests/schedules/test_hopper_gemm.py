@@ -22,7 +22,17 @@ from tvmcap.schedules import hopper_kernel
 TARGET = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
 
 
-def product(rows="B", n=128, k=64, dtype="bfloat16", layout="kn", gelu=True, batch=(), out=None, target=TARGET):
+def product(
+    rows="B",
+    n=128,
+    k=64,
+    dtype="bfloat16",
+    layout="kn",
+    gelu=True,
+    batch=(),
+    out=None,
+    target=TARGET,
+):
     """Return the PrimFunc of ``gelu(x @ w + b)`` with a float32 accumulator."""
     builder = relax.BlockBuilder()
     extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
@@ -61,7 +71,11 @@ def test_leaves_alone_what_it_cannot_do() -> None:
     assert hopper.match(product(n=100), TARGET) is None  # rows of 200 bytes: no multiple of 16
     assert hopper.match(product(k=60), TARGET) is None
     assert hopper.match(product(batch=(2,), gelu=False), TARGET) is None
-    for other in ({"kind": "cuda", "arch": "sm_80"}, {"kind": "cuda", "arch": "sm_90"}, {"kind": "llvm"}):
+    for other in (
+        {"kind": "cuda", "arch": "sm_80"},
+        {"kind": "cuda", "arch": "sm_90"},
+        {"kind": "llvm"},
+    ):
         assert hopper.match(product(), codegen.make_target(other)) is None
     elementwise = product()
     stripped = tirx.PrimFunc([], tirx.Evaluate(0))
@@ -77,14 +91,20 @@ def test_the_space_holds_only_what_fits(n, out) -> None:
     for knobs in points:
         ring = knobs.stages * (128 + knobs.bn) * knobs.bk * 2
         staged = 128 * knobs.bn * 2 if knobs.tma_store else 0
-        assert ring + staged <= hopper_kernel.SHARED_BYTES <= int(TARGET.attrs["max_shared_memory_per_block"])
+        assert (
+            ring + staged
+            <= hopper_kernel.SHARED_BYTES
+            <= int(TARGET.attrs["max_shared_memory_per_block"])
+        )
         assert not (knobs.tma_store and out == "float32")  # the store path is for 16-bit results
         assert knobs.bn <= max(64, n)
     if n == 4096:
         assert {k.bn for k in points} == {64, 128, 192, 256}
 
 
-@pytest.mark.parametrize(("rows", "n"), itertools.product([1, 256, 257, 4096, "B"], [8, 64, 1000, 4096]))
+@pytest.mark.parametrize(
+    ("rows", "n"), itertools.product([1, 256, 257, 4096, "B"], [8, 64, 1000, 4096])
+)
 def test_defaults_are_in_the_space(rows, n) -> None:
     gemm = hopper.match(product(rows=rows, n=n), TARGET)
     points = set(hopper.space(gemm, TARGET))
@@ -118,19 +138,30 @@ def test_the_key_forgets_rows_and_knows_the_epilogue() -> None:
         func = product(**kwargs)
         return {k: v for k, v in hopper.match(func, TARGET).key().items() if k != "rows"}
 
-    assert key() != key(gelu=False) and key() != key(n=256) and key() != key(dtype="float16") and key() != key(layout="nk")
+    assert (
+        key() != key(gelu=False)
+        and key() != key(n=256)
+        and key() != key(dtype="float16")
+        and key() != key(layout="nk")
+    )
     sizes = {"B": 7}
     assert hopper.match(product(), TARGET).flops(sizes) == 2 * 7 * 128 * 64
 
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"tma_store": False}, {"bn": 64, "bk": 128, "stages": 3}, {"bn": 192, "late": True, "stages": 3}, {"bn": 256, "stages": 2}],
+    [
+        {},
+        {"tma_store": False},
+        {"bn": 64, "bk": 128, "stages": 3},
+        {"bn": 192, "late": True, "stages": 3},
+        {"bn": 256, "stages": 2},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 def test_source_of_a_setting(change, layout) -> None:
-    """The kernel has the parameters of its PrimFunc, wgmma of the tile asked for, TMA loads, and stores as asked."""
+    """The PrimFunc's parameters, wgmma of the tile asked for, TMA loads, stores as asked."""
     func = product(n=512, layout=layout)
     gemm = hopper.match(func, TARGET)
     knobs = dataclasses.replace(hopper.Knobs(), **change)
@@ -138,7 +169,11 @@ def test_source_of_a_setting(change, layout) -> None:
     kernel = hopper.lower(func, gemm, knobs, TARGET)
     assert kernel.attrs["tirx.is_scheduled"] and list(kernel.params) == list(func.params)
     with TARGET:
-        done = tvm.compile(tvm.IRModule({"gemm": kernel.with_attr("global_symbol", "gemm")}), target=TARGET, tir_pipeline="tirx")
+        done = tvm.compile(
+            tvm.IRModule({"gemm": kernel.with_attr("global_symbol", "gemm")}),
+            target=TARGET,
+            tir_pipeline="tirx",
+        )
     source = str(done.mod.imports[0].inspect_source())
     assert f"m64n{knobs.bn}k16.f32.bf16.bf16" in source
     assert "cp.async.bulk.tensor.2d.shared" in source
@@ -152,10 +187,17 @@ def test_computes_the_block(dtype, rows) -> None:
     import tvmcap
 
     make = torch.Generator().manual_seed(rows)
-    x, w, b = (torch.randn(s, generator=make).to(dtype).cuda() for s in ((rows, 192), (192, 328), (328,)))
+    x, w, b = (
+        torch.randn(s, generator=make).to(dtype).cuda() for s in ((rows, 192), (192, 328), (328,))
+    )
     w = w / 14
     lib = tvmcap.build(
-        lambda x, w, b: F.gelu(x @ w + b), (x, w, b), dynamic={"x": {0: "B"}}, target="cuda", tune="none", verify=False
+        lambda x, w, b: F.gelu(x @ w + b),
+        (x, w, b),
+        dynamic={"x": {0: "B"}},
+        target="cuda",
+        tune="none",
+        verify=False,
     )
     wanted = F.gelu(x.double() @ w.double() + b.double())
     error = (lib(x, w, b).double() - wanted).abs().max()

@@ -8,6 +8,7 @@ from tests.verify.fakes import signature
 from tvmcap.base.errors import ConfigError, LibraryError
 from tvmcap.base.manifest import Manifest
 from tvmcap.base.numerics import Comparison
+from tvmcap.base.score import Latency, Score
 from tvmcap.doctor import Finding
 from tvmcap.verify.result import Check, VerifyReport
 from tvmcap.view import report
@@ -78,7 +79,7 @@ def test_explain_says_what_serves_each_task_and_what_fell_back(library):
         "compiled, key abc123",
         "fused_matmul: template:cpu_gemm, 2 calls",
         "tuned at rows=16: 12.5 us",
-        "any size above: mr=6",
+        "any size: mr=6",
         "fell back: no record",
         "a later change in PyTorch is not seen): fc.weight",
         "1 of 2 tasks tuned",
@@ -101,6 +102,17 @@ def test_verification_table():
     text = report.text(report.verify_table(VerifyReport(checks, "float64", 2)))
     for part in ("out1", "FAIL", "pass", "B=4", "why not", "NOT verified", "2 sets left out"):
         assert part in text
+
+
+def test_unsteady_timings_are_said_to_be():
+    def at(p90):
+        times = {"latency_us": Latency(10.0, 9.0, 11.0), "eager_us": Latency(20.0, 19.0, p90)}
+        return Score({}, 1, 1, 1.0, 0, 0, speedup=2.0, **times)
+
+    for score, unsteady in ((at(21.0), False), (at(60.0), True)):
+        walk = [SimpleNamespace(name="a step", score=score)]
+        for shown in (report.score_table(score), report.walk_table(walk)):
+            assert ("timings spread" in report.text(shown)) == unsteady
 
 
 def test_findings_and_plain_rows():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -71,6 +71,35 @@ class Score:
     eager_hbm_bytes: int | None = None
     eager_activation_traffic: float | None = None
     per_kernel: tuple[KernelScore, ...] = field(default=())
+
+    def __str__(self) -> str:
+        """Return a table for people: a line a quantity, ours beside eager and torch.compile."""
+        sides = (self.latency_us, self.eager_us, self.torch_compile_us)
+
+        def times(name: str) -> list[float | None]:
+            return [None if t is None else float(getattr(t, name)) for t in sides]
+
+        ours, *_ = medians = times("median")
+        ratios = [None if not (ours and m) else m / ours for m in medians]
+        traffic = [self.activation_traffic, self.eager_activation_traffic]
+        rows: list[tuple[str, Sequence[float | None], str]] = [
+            ("kernels", [self.kernels, self.eager_kernels], ",.0f"),
+            ("HBM bytes", [self.hbm_bytes, self.eager_hbm_bytes], ",.0f"),
+            ("activation traffic, x", traffic, ".2f"),
+            ("peak bytes planned", [self.peak_bytes_planned], ",.0f"),
+            ("peak bytes measured", [self.peak_bytes_measured], ",.0f"),
+            ("median us a call", medians, ",.1f"),
+            ("its 10th percentile", times("p10"), ",.1f"),
+            ("its 90th percentile", times("p90"), ",.1f"),
+            ("time over tvmcap's", ratios, ".2f"),
+        ]
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "static"
+        lines = [f"{sizes:22}{'tvmcap':>15}{'eager':>15}{'torch.compile':>15}"]
+        for name, values, form in rows:
+            cells = ("-" if v is None else format(v, form) for v in values)
+            lines.append(f"{name:22}" + "".join(f"{cell:>15}" for cell in cells))
+        state = {True: "verified", False: "NOT verified", None: "not verified yet"}[self.verified]
+        return "\n".join([*lines, f"{self.tuned_tasks} of {self.tasks} tasks tuned; {state}"])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; ``from_json`` is its inverse."""

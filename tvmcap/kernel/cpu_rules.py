@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from tvm import tirx
-from tvm.tirx.stmt import ForKind
 
 from tvmcap.kernel import cpu_blocks as cb
 from tvmcap.kernel import epilogue as ep
@@ -266,12 +265,9 @@ class _Rule:
             return _bind_all([t, *reversed(index)] if extents else [], body)
 
         total = b.product(extents)
-        if not extents or (isinstance(work, tirx.IntImm) and work.value < SERIAL_BELOW):
+        if not extents:
             return b.loop("t", total, task)
-        parallel = b.loop("t", total, task, ForKind.PARALLEL)
-        if isinstance(work, tirx.IntImm):
-            return parallel
-        return tirx.IfThenElse(work < b.const(SERIAL_BELOW), b.loop("t", total, task), parallel)
+        return b.parallel("t", total, task, work, SERIAL_BELOW)
 
 
 def _bind_all(

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import tirx
 
 from tvmcap.base.errors import BuildError
@@ -17,10 +18,29 @@ logger = logging.getLogger("tvmcap")
 def schedule(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
     """Schedule a PrimFunc by the first rule that fits; returns it with the rule's name."""
     if target.kind.name == "llvm":
+        func = infinite_identities(func)
         done = cpu_rules.schedule(func, target)
         func, name = (func, "none") if done is None else (done, "cpu")
         return intrinsics.expand(func).with_attr("tirx.is_scheduled", True), name
     return _gpu(func, target)
+
+
+def infinite_identities(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Start maxima at -inf and minima at inf, where TOPI starts them at the largest finite number."""
+    starts: list[Any] = []
+    tvm_ffi.structural_walk(func.body, (tvm.s_tir.SBlock, lambda block: starts.append(block.init)))
+
+    def widen(store: Any) -> Any:
+        value = store.value
+        if not isinstance(value, tirx.FloatImm) or not any(store.same_as(s) for s in starts if s is not None):
+            return store
+        dtype = str(value.ty)
+        for bound, infinite in ((tirx.min_value(dtype), "-inf"), (tirx.max_value(dtype), "inf")):
+            if value.value == bound.value:
+                return tirx.BufferStore(store.buffer, tirx.FloatImm(dtype, float(infinite)), store.indices)
+        return store
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, widen)))
 
 
 def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:

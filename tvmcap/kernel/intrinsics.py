@@ -15,9 +15,12 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvmcap.kernel.cells import settle
 from tvmcap.kernel.epilogue import named
 
 Expr = Any
+
+_HALF = ("float16", "bfloat16")
 
 # Cephes expf (S. Moshier, netlib.org/cephes): exp(r) on |r| <= ln(2)/2, relative error below 1 ulp.
 _EXP = (
@@ -80,13 +83,13 @@ _LOG = (
 
 
 def expand(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return ``func`` with float elementary functions written out, float16 ones in float32.
+    """Return ``func`` with float elementary functions written out, 16-bit ones in float32.
 
-    bfloat16 calls stay: TVM's BF16ComputeLegalize copies operands, and a copied Let is an error.
-    ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does.
+    ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does. Values that
+    a form uses more than once are kept in cells.
     """
     forms = ((tvm.ir.Call, _rewrite), (tirx.Max, _max), (tirx.Min, _min))
-    return func.with_body(tvm_ffi.structural_map(func.body, forms))
+    return func.with_body(settle(tvm_ffi.structural_map(func.body, forms)))
 
 
 def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
@@ -101,7 +104,7 @@ def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
 def _rewrite(call: Any) -> Expr:
     form = _FORMS.get(getattr(call.op, "name", ""))
     dtype = str(call.ty)
-    if form is None or dtype not in ("float32", "float16"):
+    if form is None or dtype not in ("float32", *_HALF):
         return call
     args = [a if dtype == "float32" else tirx.Cast("float32", a) for a in call.args]
     result = form(*args)
@@ -121,7 +124,11 @@ def _min(node: Any) -> Expr:
 def _extreme(node: Any, wins: Callable[[Expr, Expr], Expr]) -> Expr:
     """Return ``b`` if it wins, else ``a``: a NaN in a stays, one in b is asked for."""
     a, b = (node.b, node.a) if isinstance(node.a, tirx.FloatImm) else (node.a, node.b)
-    if not str(node.ty).startswith("float"):
+    dtype = str(node.ty)
+    if dtype == "bfloat16":
+        wide = type(node)(tirx.Cast("float32", a), tirx.Cast("float32", b))
+        return tirx.Cast(dtype, _extreme(wide, wins))
+    if not dtype.startswith("float"):
         return node
     if isinstance(b, tirx.FloatImm):
         return _let(a, lambda a: tirx.Select(wins(b, a), b, a))

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import threading
+import weakref
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class Library:
             load_cuda_runtime()
         self._device = ffi().device({"llvm": "cpu"}.get(kind, kind), device)
         self._device_type = _DEVICE_TYPES[kind]
-        self._module = _load(path)
+        self._code = _code(path)
         self.weights = _load_weights(path, manifest, self._device)
 
     @property
@@ -142,12 +143,38 @@ class Library:
 
     def new_vm(self) -> Any:
         """Return a virtual machine, for one thread at a time."""
-        vm = self._module["vm_load_executable"]()
+        vm = self._code.module["vm_load_executable"]()
         args = [self._device_type, self._device.index, _POOLED]
         if self._device_type != 1:
             args += [1, 0, _POOLED]  # shapes are computed on the host
         vm["vm_initialization"](*args)
         return vm
+
+
+class _Code:
+    """The code of one file. All libraries of the file share it.
+
+    The dynamic linker gives two loads of a file one set of global variables, and TVM's host code
+    keeps the handles of its GPU kernels in them: unloading the module that filled them would leave
+    the other module with dangling handles.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.module = _load(path)
+
+
+_codes: weakref.WeakValueDictionary[tuple[int, int], _Code] = weakref.WeakValueDictionary()
+_codes_lock = threading.Lock()
+
+
+def _code(path: Path) -> _Code:
+    stat = path.stat()
+    identity = (stat.st_dev, stat.st_ino)  # a mapped file keeps its inode, whatever takes its name
+    with _codes_lock:
+        code = _codes.get(identity)
+        if code is None:
+            code = _codes[identity] = _Code(path)
+        return code
 
 
 def _load(path: Path) -> Any:

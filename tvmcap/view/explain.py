@@ -50,8 +50,10 @@ def _task(task: Mapping[str, Any]) -> str:
     lines = [f"  {task['task']}: {task.get('by', task.get('served_by', ''))}{times}"]
     for size, record in dict(task.get("records") or {}).items():
         lines.append(f"    tuned at {size}: {record}")
-    for bound, knobs in dict(task.get("ranges") or {}).items():
-        limit = "any size above" if bound == "any" else f"up to {bound} rows"
+    ranges = dict(task.get("ranges") or {})
+    for bound, knobs in ranges.items():
+        above = "any size above" if len(ranges) > 1 else "any size"
+        limit = above if bound == "any" else f"up to {bound} rows"
         lines.append(f"    {limit}: {knobs}")
     if task.get("reason"):
         lines.append(f"    fell back: {task['reason']}")

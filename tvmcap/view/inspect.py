@@ -47,7 +47,7 @@ def signature_text(signature: Signature) -> str:
         for s in specs:
             lines.append(f"  {title:7}{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]")
     for d in signature.dims:
-        most = "" if d.max is None else f" to {d.max}"
+        most = ", without bound" if d.max is None else f" to {d.max}"
         lines.append(f"  dim    {d.name}: from {d.min}{most}")
     return "\n".join(lines)
 

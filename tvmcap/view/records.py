@@ -23,6 +23,7 @@ def record_rows(stores: Stores, target: Any) -> list[dict[str, Any]]:
         rows.append(
             {
                 "task": key.workload_hash,
+                "what": _workload_text(records[0]),
                 "space": key.template or "loop nest",
                 "sizes": " ".join(f"{k}={v}" for k, v in sizes) or "static",
                 "trials": len(records),
@@ -32,6 +33,16 @@ def record_rows(stores: Stores, target: Any) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda r: (r["task"], r["sizes"]))
+
+
+def _workload_text(record: Any) -> str:
+    """Name what a template computes; a loop nest is known by its hash alone."""
+    if record.kind != "template":
+        return ""
+    shown = (k for k in ("rows", "n", "k") if isinstance(record.workload.get(k), int))
+    kinds = dict.fromkeys(record.workload.get("dtypes", ()))
+    name = str(record.workload.get("op", record.template))
+    return " ".join([name, *(f"{k}={record.workload[k]}" for k in shown), *kinds])
 
 
 def records_view(

@@ -17,6 +17,9 @@ from tvmcap.base.score import Latency, Score
 from tvmcap.verify.result import Check, VerifyReport
 
 _DASH = "-"
+UNSTEADY = (
+    "the timings spread by more than 2x, so something else runs here: measure again when idle"
+)
 
 
 def text(renderable: RenderableType, width: int = 110) -> str:
@@ -97,9 +100,17 @@ def _footnote(score: Score) -> str:
     parts = [f"{score.tuned_tasks} of {score.tasks} tasks tuned", verified]
     if score.build_s is not None:
         parts.append(f"built in {score.build_s:.1f} s")
+    if _unsteady(score):
+        parts.append(UNSTEADY)
     if score.eager_parts:
         parts.append(f"left to PyTorch: {', '.join(score.eager_parts)}")
     return "; ".join(parts)
+
+
+def _unsteady(*scores: Score) -> bool:
+    """Whether some 90th percentile is over twice the 10th."""
+    taken = (t for s in scores for t in (s.latency_us, s.eager_us, s.torch_compile_us) if t)
+    return any(t.p90 > 2 * t.p10 for t in taken)
 
 
 def kernel_table(score: Score) -> Table:
@@ -112,7 +123,7 @@ def kernel_table(score: Score) -> Table:
     return table
 
 
-def walk_table(rows: Sequence[Any]) -> Table:
+def walk_table(rows: Sequence[Any]) -> RenderableType:
     """Show the walk from eager to compiled; ``rows`` have ``name`` and ``score``."""
     table = Table(title="From eager to compiled", title_justify="left")
     columns = ("step", "kernels", "HBM bytes", "traffic", "peak", "latency (us)", "vs eager")
@@ -139,6 +150,8 @@ def walk_table(rows: Sequence[Any]) -> Table:
             _DASH if s.latency_us is None else f"{s.latency_us.median:.1f}",
             _ratio(s.speedup),
         )
+    if _unsteady(*(row.score for row in rows)):
+        return Group(table, Text(UNSTEADY))
     return table
 
 
