@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,9 @@ from tvmcap.runtime.executor import Executor
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
     from tvmcap.capture.export import Captured
+
+
+logger = logging.getLogger("tvmcap")
 
 
 @dataclass
@@ -113,4 +117,8 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     its TVM is not what the library was built for; both before any code of the file runs.
     """
     executor = Executor(path, device=device)
+    if executor.manifest.verified is False:
+        logger.warning(
+            "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here", path
+        )
     return Compiled(Path(path), executor.manifest, executor)

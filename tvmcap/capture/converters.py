@@ -204,6 +204,17 @@ def _reduction(op: Callable[..., relax.Expr]) -> Converter:
     return convert
 
 
+def _extreme(value: Callable[..., relax.Expr], index: Callable[..., relax.Expr]) -> Converter:
+    """Values and positions along one axis; TVM's importer sorts for them."""
+
+    def convert(node: fx.Node, importer: Any) -> Any:
+        a = arguments_of(node, importer)
+        found = [op(a["self"], a["dim"], keepdims=bool(a["keepdim"])) for op in (value, index)]
+        return emit(importer, relax.Tuple([emit(importer, f) for f in found]))
+
+    return convert
+
+
 def _logsumexp(node: fx.Node, importer: Any) -> Any:
     a = arguments_of(node, importer)
     x, axes = a["self"], [a["dim"]] if isinstance(a["dim"], int) else list(a["dim"])
@@ -263,6 +274,8 @@ CONVERTERS: dict[str, Converter] = {
     "log1p.default": _log1p,
     "amax.default": _reduction(relax.op.max),
     "amin.default": _reduction(relax.op.min),
+    "max.dim": _extreme(relax.op.max, relax.op.argmax),
+    "min.dim": _extreme(relax.op.min, relax.op.argmin),
     "prod.dim_int": _reduction(relax.op.prod),
     "logsumexp.default": _logsumexp,
     "native_group_norm.default": _group_norm,

@@ -38,11 +38,16 @@ WHOLE = (
 #: refused.
 WRONG = frozenset(
     {
+        "argsort.default",
+        "argsort.stable",
         "bernoulli.p",
         "celu.default",
         "elu.default",
         "selu.default",
         "softplus.default",
+        "sort.default",
+        "sort.stable",
+        "topk.default",
         "softshrink.default",
         "exponential.default",
         "std.correction",
@@ -67,6 +72,10 @@ _RANDOM_UNLESS: dict[str, Callable[[fx.Node], bool]] = {
     "aten.feature_dropout.default": lambda n: not n.args[2] or n.args[1] == 0,
     "aten.alpha_dropout.default": lambda n: not n.args[2] or n.args[1] == 0,
     "aten.scaled_dot_product_attention.default": lambda n: _argument(n, 4, "dropout_p", 0.0) == 0,
+    **{
+        f"aten.{kind}.input": lambda n: not n.args[6] or n.args[5] == 0
+        for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu")
+    },
 }
 
 

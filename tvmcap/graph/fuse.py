@@ -11,12 +11,14 @@ from typing import Any
 import tvm
 from tvm import relax, topi
 
-from tvmcap.graph.rewrite import outputs_of, rebuild
+from tvmcap.base.errors import BuildError
+from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
 
 
 def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     """Ensures main holds only call_tir, one PrimFunc an operator, and each output is a tensor of its own."""
     for step in (
+        relax.backend.DispatchSortScan(),  # prefix sums, which LegalizeOps leaves alone
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
         own_outputs,  # after folding, which would undo the copy of a constant
@@ -24,7 +26,17 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         relax.transform.DeadCodeElimination(["main"]),
     ):
         mod = step(mod)
+    left = {b.value.op.name for b in _calls(mod) if not is_op(b.value, "call_tir")}
+    if left:
+        raise BuildError(
+            f"TVM has no kernel for {', '.join(sorted(left))}; write the function without it, or run that part in PyTorch"
+        )
     return mod
+
+
+def _calls(mod: tvm.IRModule) -> list[Any]:
+    bindings = [b for block in mod["main"].body.blocks for b in block.bindings]
+    return [b for b in bindings if isinstance(getattr(b.value, "op", None), tvm.ir.Op)]
 
 
 def fuse(mod: tvm.IRModule) -> tvm.IRModule:

@@ -9,6 +9,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import tirx
+from tvm.sym import Analyzer
 
 from tvmcap.kernel import epilogue as ep
 
@@ -66,6 +67,7 @@ def _parse(block: Any) -> Block | None:
         block.iter_vars
     ):
         return None
+    value = _short_indices(store.value, block.iter_vars)
     if any(str(v.var.ty) != "int64" for v in block.iter_vars) or not ep.same_all(
         store.indices, axes
     ):
@@ -76,16 +78,39 @@ def _parse(block: Any) -> Block | None:
         tuple(v.dom.extent for v in spatial),
         tuple(v.var for v in reduced),
         tuple(v.dom.extent for v in reduced),
-        store.value,
+        value,
     )
     return _reduction(found, store, block.init) if reduced else found
 
 
+def _short_indices(value: Expr, iter_vars: Any) -> Expr:
+    """Simplify what is loaded from: TOPI's reshapes divide by every extent, the symbolic ones too."""
+    analyzer, extents = Analyzer(), {v.var: v.dom.extent for v in iter_vars}
+    for var in iter_vars:
+        analyzer.bind(var.var, var.dom)
+
+    def modulo(node: Any) -> Expr:
+        return node.a if node.a in extents and ep.same(extents[node.a], node.b) else node
+
+    def short(index: Expr) -> Expr:
+        divisions: list[Any] = []
+        tvm_ffi.structural_walk(index, ((tirx.FloorMod, tirx.FloorDiv), divisions.append))
+        if not divisions:
+            return index
+        return tvm_ffi.structural_map(analyzer.simplify(index), (tirx.FloorMod, modulo))
+
+    def load(node: Any) -> Expr:
+        return tirx.BufferLoad(node.source, [short(i) for i in node.indices])
+
+    return replace_loads(value, load)
+
+
 def _reduction(found: Block, store: Any, init: Any) -> Block | None:
-    kind = next((c for c in _COMBINERS if isinstance(store.value, c)), None)
+    value = found.value
+    kind = next((c for c in _COMBINERS if isinstance(value, c)), None)
     if kind is None or not isinstance(init, tirx.BufferStore):
         return None
-    for own, other in ((store.value.a, store.value.b), (store.value.b, store.value.a)):
+    for own, other in ((value.a, value.b), (value.b, value.a)):
         if _is_own(own, store) and not any(
             load.source.same_as(store.buffer) for load in loads(other)
         ):

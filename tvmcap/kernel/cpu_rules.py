@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tvm import tirx
+from tvm import relax, tirx
 
 from tvmcap.kernel import cpu_blocks as cb
 from tvmcap.kernel import epilogue as ep
@@ -26,6 +26,8 @@ Expr = Any
 Place = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
 """Where an element of the old function is in the new one: buffer and index to both anew."""
 
+#: Attribute of a kernel that is only a reshape, which a program can do without.
+RESHAPE = "tvmcap.reshape"
 #: Elements (costly ones count eight times) below which a loop stays on the calling thread.
 SERIAL_BELOW = 1 << 15
 #: Elements that one task of an elementwise loop covers.
@@ -49,6 +51,9 @@ def schedule(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
         whole = tirx.PrimFunc(params, cb.substitute(func.body, renamed), func.ret_type, func.attrs)
         return whole.with_attr("tirx.is_scheduled", True)
     machine = Machine(vector_lanes(target), vector_registers(target), threads(target))
+    if relax.analysis.has_reshape_pattern(func):
+        body = _Rule([], func.params, renamed, machine).copy(*func.params[:2])
+        return b.scheduled(func, params, body).with_attr(RESHAPE, True)
     return b.scheduled(
         func, params, _Rule(cb.inline(blocks, func.params), func.params, renamed, machine).body()
     )
@@ -235,7 +240,19 @@ class _Rule:
         )
         if not alike or any(cb.uses(value, axis) for axis in block.axes):
             return self._alone(block, None, lambda buffer, where: (self.renamed[buffer], where))
-        out, total = views[block.buffer][0], b.product(block.extents)
+        loop = self._flat(views[block.buffer][0], index, value, _work(block))
+        return b.seq(*(declared for _, declared in views.values()), loop)
+
+    def copy(self, source: Any, out: Any) -> Any:
+        """Return the copy of one tensor's memory into another's."""
+        (read, one), (written, two) = (b.flat(self.renamed[x]) for x in (source, out))
+        index = tirx.Var("i", "int64")
+        value = tirx.BufferLoad(read, [index])
+        return b.seq(one, two, self._flat(written, index, value, b.product(out.shape)))
+
+    def _flat(self, out: Any, index: Any, value: Expr, work: Expr) -> Any:
+        """Return ``out[index] = value`` over flat memory, in chunks."""
+        total = out.shape[0]
 
         def chunk(at: list[Expr]) -> Any:
             start = at[0] * CHUNK
@@ -251,8 +268,7 @@ class _Rule:
                 ),
             )
 
-        loop = self._parallel([b.ceildiv(total, CHUNK)], _work(block), chunk)
-        return b.seq(*(declared for _, declared in views.values()), loop)
+        return self._parallel([b.ceildiv(total, CHUNK)], work, chunk)
 
     def _parallel(self, extents: list[Expr], work: Expr, body: Callable[[list[Expr]], Any]) -> Any:
         """Return one loop over all of ``extents``, in parallel where there is enough to do."""

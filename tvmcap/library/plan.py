@@ -218,8 +218,11 @@ def _viewed(mod: tvm.IRModule, value: Any) -> Any:
         return None
     source = value.args[1].fields[0]
     func = mod[value.args[0]]
-    reshapes = isinstance(source, relax.Var) and (func.attrs or {}).get("s_tir", False)
-    return source if reshapes and relax.analysis.has_reshape_pattern(func) else None
+    attrs = func.attrs or {}
+    if not isinstance(source, relax.Var) or not attrs.get("s_tir", False):
+        return None
+    reshapes = attrs.get("tvmcap.reshape", False) or relax.analysis.has_reshape_pattern(func)
+    return source if reshapes else None
 
 
 def _write(

@@ -52,8 +52,8 @@ class RichProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = (
-            TextColumn("tuning {task.fields[name]}"),
-            BarColumn(bar_width=24),
+            TextColumn("{task.fields[name]}"),
+            BarColumn(bar_width=6),
             MofNCompleteColumn(),
             TextColumn(
                 "best {task.fields[best]}, {task.fields[failures]} failed, {task.fields[left]} left"
@@ -68,7 +68,7 @@ class RichProgress:
     ) -> None:
         """Redraw the line."""
         values = {
-            "name": task,
+            "name": shorten(task),
             "best": format_us(best_us),
             "failures": failures,
             "left": format_s(left_s),
@@ -90,6 +90,12 @@ def default_progress() -> LogProgress | RichProgress:
     except ImportError:
         return LogProgress()
     return RichProgress(Console(stderr=True))
+
+
+def shorten(name: str, width: int = 24) -> str:
+    """Cut a name in the middle, so that the line fits a terminal and the sizes stay."""
+    half = (width - 1) // 2
+    return name if len(name) <= width else f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half:]}"
 
 
 def format_us(value: float | None) -> str:
