@@ -1,8 +1,9 @@
-"""The block on the CPU: one symbolic library, tuned and untuned, against torch eager and torch.compile, interleaved.
+"""The block on the CPU: one symbolic library, tuned and untuned, against eager and torch.compile.
 
     python benchmarks/cpu_block.py --json benchmarks/results/cpu_block.json
 
-gelu_tanh(x @ w + b), float32, K=1024, N=4096, both sides on the same threads; w and b frozen, and as arguments.
+gelu_tanh(x @ w + b), float32, K=1024, N=4096; w and b frozen, and as arguments. All sides run on
+the same threads, in turns.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from tvmcap.base.timing import measure, rotated
 SIZES = (1, 16, 128, 512)
 
 
-def libraries(args: tuple[torch.Tensor, ...], trials: int, seconds: float, folder: str) -> dict[str, Any]:
-    """Build the four libraries: frozen or arguments, tuned or not; returns them with the tuning run's seconds."""
+def libraries(
+    args: tuple[torch.Tensor, ...], trials: int, seconds: float, folder: str
+) -> dict[str, Any]:
+    """Build the four libraries: frozen or arguments, tuned or not; tuning's seconds come along."""
     dynamic = {"x": {0: tvmcap.Dim("B", max=4096)}}
     made: dict[str, Any] = {}
     for name, constants in (("frozen", ("w", "b")), ("arguments", ())):

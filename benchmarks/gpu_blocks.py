@@ -1,7 +1,7 @@
-"""Blocks and small models on a GPU: right in three dtypes at odd sizes, one kernel a block, and time against eager.
+"""Blocks and small models on a GPU: errors in three dtypes at odd sizes, and time against eager.
 
-python benchmarks/gpu_blocks.py build FOLDER [CASE...]       (needs nvcc; no GPU)
-python benchmarks/gpu_blocks.py run FOLDER --json OUT        (on the GPU; TVM's runtime alone serves the libraries)
+    python benchmarks/gpu_blocks.py build FOLDER [CASE...]   (needs nvcc; no GPU)
+    python benchmarks/gpu_blocks.py run FOLDER --json OUT    (on the GPU; TVM's runtime alone)
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def run(folder: Path, out: Path) -> None:
 def one(
     lib: Any, fn: Any, args: tuple[torch.Tensor, ...], size: int, frozen: bool
 ) -> dict[str, Any]:
-    """Compare with a double-precision reference, then time library and eager in turns, both as CUDA graphs."""
+    """Compare with a double-precision reference, then time library and eager as CUDA graphs."""
     x = torch.randn(size, *args[0].shape[1:], device="cuda").to(args[0].dtype)
     rest = tuple(a.cuda() for a in args[1:])
     given = (x,) if frozen else (x, *rest)

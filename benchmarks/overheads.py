@@ -1,8 +1,9 @@
-"""What a user waits for besides kernels: import, cold build, cached build, load, first result, host time of a call.
+"""What a user waits for besides kernels: import, builds, load, first result, host time of a call.
 
     python benchmarks/overheads.py --json benchmarks/results/overheads.json
 
-Each start-up figure comes from fresh processes; the host time is that of a call on a tiny block, kernel included.
+Each start-up figure comes from fresh processes; the host time is that of a call on a tiny block,
+kernel included.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ logging.basicConfig(level=logging.ERROR)
 sys.path.insert(0, {str(ROOT / "examples")!r})
 def say(**figures): print("FIGURES" + json.dumps(figures))
 """
-IMPORT = PRELUDE + "start = time.perf_counter(); import tvmcap; say(import_s=time.perf_counter() - start)"
+IMPORT = (
+    PRELUDE
+    + """
+start = time.perf_counter()
+import tvmcap
+say(import_s=time.perf_counter() - start)
+"""
+)
 BUILD = (
     PRELUDE
     + """
@@ -35,9 +43,14 @@ import torch, tvm, models, tvmcap
 import tvmcap.pipeline, tvmcap.tune
 torch.manual_seed(0)
 fn, args, dynamic = models.CASES["block"]()
-options = dict(target="llvm", dynamic=dynamic, constants=("w", "b"), tune="none", verify=False, cache_dir=sys.argv[1])
-start = time.perf_counter(); lib = tvmcap.build(fn, args, **options); cold = time.perf_counter() - start
-start = time.perf_counter(); again = tvmcap.build(fn, args, **options); hit = time.perf_counter() - start
+options = dict(target="llvm", dynamic=dynamic, constants=("w", "b"), tune="none", verify=False)
+options["cache_dir"] = sys.argv[1]
+start = time.perf_counter()
+lib = tvmcap.build(fn, args, **options)
+cold = time.perf_counter() - start
+start = time.perf_counter()
+again = tvmcap.build(fn, args, **options)
+hit = time.perf_counter() - start
 assert again.from_cache and not lib.from_cache
 lib.export(sys.argv[2])
 say(cold_build_s=cold, cached_build_s=hit, **{"pass " + k: v for k, v in lib.passes})
@@ -49,7 +62,10 @@ LOAD = (
 import numpy as np, tvm_ffi, tvmcap
 import tvmcap.compiled
 x = np.random.default_rng(0).standard_normal((16, 1024), dtype=np.float32)
-start = time.perf_counter(); lib = tvmcap.load(sys.argv[2]); loaded = time.perf_counter(); y = lib(x)
+start = time.perf_counter()
+lib = tvmcap.load(sys.argv[2])
+loaded = time.perf_counter()
+y = lib(x)
 say(load_s=loaded - start, first_result_s=time.perf_counter() - start)
 """
 )
@@ -80,7 +96,7 @@ def startup(runs: int) -> list[dict[str, Any]]:
 
 
 def host_time() -> list[dict[str, Any]]:
-    """Microseconds of a call on x[2, 8] @ w[8, 8]: all of it, and the VM's bare call of the same kernel."""
+    """Microseconds of a call on x[2, 8] @ w[8, 8]: all of it, and the VM's bare call of the kernel."""
     import numpy as np
     import torch
     import tvm_ffi
@@ -89,13 +105,18 @@ def host_time() -> list[dict[str, Any]]:
     from tvmcap.runtime.loader import Library
 
     lib = tvmcap.build(
-        lambda x, w: x @ w, (torch.randn(2, 8), torch.randn(8, 8)), target="llvm", tune="none", verify=False,
+        lambda x, w: x @ w,
+        (torch.randn(2, 8), torch.randn(8, 8)),
+        target="llvm",
+        tune="none",
+        verify=False,
         dynamic={"x": {0: "B"}},
-    )  # fmt: skip
+    )
     x, w = torch.randn(2, 8), torch.randn(8, 8)
     out, xn, wn = torch.empty(2, 8), x.numpy(), w.numpy()
     assert np.allclose(lib(xn, wn), xn @ wn, atol=1e-5)
-    main, tensors = Library(lib.path, lib.manifest).new_vm()["main"], [tvm_ffi.from_dlpack(t) for t in (x, w, out)]
+    main = Library(lib.path, lib.manifest).new_vm()["main"]
+    tensors = [tvm_ffi.from_dlpack(t) for t in (x, w, out)]
     with torch.no_grad():
         calls = {"torch": lambda: lib(x, w), "torch, out=": lambda: lib(x, w, out=out), "numpy": lambda: lib(xn, wn)}
         calls |= {"bare VM call": lambda: main(*tensors), "torch eager": lambda: x @ w}

@@ -1,4 +1,4 @@
-"""The walk from eager to compiled: the block with passes switched off, then on, then tuned; kernels, traffic, latency.
+"""The walk from eager to compiled: the block's kernels, traffic and latency, pass by pass.
 
     python benchmarks/walk.py --json benchmarks/results/walk.json [--trials 48]
 """
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=48)
+    parser.add_argument("--logs", help="keep the tuning records in this folder")
     parser.add_argument("--rows", type=int, default=2048)
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
@@ -68,6 +69,7 @@ def main() -> None:
     args = tuple(t.to(device, dtype) for t in (x, w, b))
     target = "cuda" if device == "cuda" else "llvm"
     with tempfile.TemporaryDirectory() as logs:
+        logs = options.logs or logs
         config = Config(target=target, dynamic=dynamic, log_dir=logs, verify=False)
         print(tvmcap.tune(models.gelu_tanh, args, config=config, trials=options.trials), flush=True)
         steps = {name: replace(step, verify=True) for name, step in default_steps(config).items()}

@@ -1,6 +1,6 @@
-"""The blocks that the demo, the benchmarks and the GPU tests compile. Each entry.
+"""The blocks that the demo, the benchmarks and the GPU tests compile.
 
-A maker of (function or module, example inputs, dynamic).
+Each entry of ``CASES`` makes (function or module, example inputs, dynamic).
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
-"""Hopper GEMM: wgmma fed by TMA, for bf16 and fp16 on sm_90a, with the epilogue read off the fused PrimFunc.
+"""Hopper GEMM: wgmma fed by TMA, for bf16 and fp16 on sm_90a, with the fused PrimFunc's epilogue.
 
 One producer warp group fills a ring of shared-memory stages through TMA, two consumer warp groups
-of 64 rows each
-multiply them with wgmma and keep float32 accumulators in registers; the grid is persistent. Results
-leave through
-swizzled shared memory and a TMA store, which overlaps the next tile's main loop, or straight from registers.
-Instruction shapes, descriptors and swizzles: PTX ISA 9.0, "Asynchronous warpgroup-level matrix instructions".
+of 64 rows each multiply them with wgmma and keep float32 accumulators in registers; the grid is
+persistent. Results leave through swizzled shared memory and a TMA store, which overlaps the next
+tile's main loop, or straight from registers. Instruction shapes, descriptors and swizzles: PTX ISA
+9.0, "Asynchronous warpgroup-level matrix instructions".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tvm
 from tvm import tirx
 
 from tvmcap.kernel.template import Template
@@ -29,10 +27,10 @@ _WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Knobs:
-    """Tile of 128 x ``bn`` x ``bk``, ``stages`` of it in shared memory, tiles walked in groups of ``group`` rows.
+    """Tile of 128 x ``bn`` x ``bk``, ``stages`` of it in shared memory.
 
-    ``late`` frees a stage one k step late, so that the tensor cores never drain; ``tma_store`` as
-    above.
+    Tiles are walked in groups of ``group`` rows. ``late`` frees a stage one k step late, so that
+    the tensor cores never drain. ``tma_store`` lets results leave through TMA.
     """
 
     bn: int = 128
@@ -44,7 +42,7 @@ class Knobs:
 
 
 def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
-    """Return the matrix product that ``func`` is, where TMA can address its operands and wgmma its types."""
+    """Return the matrix product that ``func`` is, where TMA and wgmma can serve it."""
     if target.kind.name != "cuda" or str(target.arch) != "sm_90a":
         return None
     gemm = cpu_match.read(func)
@@ -63,19 +61,13 @@ def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
 
 
 def stores_through_tma(gemm: cpu_match.Gemm) -> bool:
-    """Whether the one output can leave through shared memory.
-
-    16-bit, so that a swizzle row is 64 columns.
-    """
+    """Whether the one output can leave through shared memory: a swizzle row is 64 16-bit columns."""
     outputs = gemm.fused.epilogue.outputs
     return len(outputs) == 1 and str(outputs[0].dtype) in _WGMMA_TYPES
 
 
 def fits(gemm: cpu_match.Gemm, knobs: Knobs) -> bool:
-    """Whether a setting can run.
-
-    Shared memory, a store path for the outputs, and no tile wider than needed.
-    """
+    """Whether a setting can run: its shared memory, its store path, no tile wider than needed."""
     if knobs.tma_store and not stores_through_tma(gemm):
         return False
     narrow = knobs.bn <= max(64, -(-gemm.n // 64) * 64)
@@ -112,11 +104,9 @@ def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
 
 def _default(gemm: cpu_match.Gemm, rows: int) -> Knobs:
     tma = stores_through_tma(gemm)
-    return (
-        Knobs(bn=64, stages=8, tma_store=tma)
-        if rows <= FEW_ROWS or gemm.n <= 64
-        else Knobs(tma_store=tma)
-    )
+    if rows <= FEW_ROWS or gemm.n <= 64:
+        return Knobs(bn=64, stages=8, tma_store=tma)
+    return Knobs(tma_store=tma)
 
 
 def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
@@ -126,19 +116,8 @@ def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) 
     return tirx.PrimFunc(func.params, kernel.body).with_attr(attrs)
 
 
-FEATURES = (
-    "rows",
-    "n",
-    "k",
-    "bn",
-    "bk",
-    "stages",
-    "group",
-    "late",
-    "tma_store",
-    "tiles",
-    "waves",
-    "bytes_per_stage",
+FEATURES = tuple(
+    "rows n k bn bk stages group late tma_store tiles waves bytes_per_stage".split()
 )
 
 
@@ -151,22 +130,8 @@ def features(
     for k in knobs:
         tiles = -(-rows // 128) * -(-gemm.n // k.bn)
         waves = -(-tiles // SM_COUNT)
-        table.append(
-            [
-                rows,
-                gemm.n,
-                gemm.k,
-                k.bn,
-                k.bk,
-                k.stages,
-                k.group,
-                k.late,
-                k.tma_store,
-                tiles,
-                waves,
-                stage_bytes(k),
-            ]
-        )
+        knob = [k.bn, k.bk, k.stages, k.group, k.late, k.tma_store]
+        table.append([rows, gemm.n, gemm.k, *knob, tiles, waves, stage_bytes(k)])
     return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
 
 
@@ -181,5 +146,5 @@ TEMPLATE = Template(
     feature_names=FEATURES,
     variants=True,
     ranges=ranges,
-    modules=("tvmcap.schedules.hopper_kernel",),
+    modules=("tvmcap.schedules.gpu_epilogue", "tvmcap.schedules.hopper_kernel",),
 )

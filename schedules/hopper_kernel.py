@@ -7,6 +7,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvmcap.schedules.gpu_epilogue import Views, position
+
 SHARED_BYTES = 227 * 1024
 """Shared memory that a thread block may have on sm_90 (CUDA C++ Programming Guide)."""
 
@@ -20,68 +22,6 @@ def stage_bytes(knobs: Any) -> int:
     """Bytes of shared memory of a setting: the ring, the staged result, barriers and alignment."""
     ring: int = knobs.stages * (BM + knobs.bn) * knobs.bk * 2
     return ring + (BM * knobs.bn * 2 if knobs.tma_store else 128) + 2048
-
-
-def position(gemm: Any, row: Any, col: Any) -> list[Any]:
-    """Index into an output: the flat row split into the leading dimensions, then the column."""
-    row, lead = T.Cast("int64", row), []
-    for extent in reversed(gemm.row_dims[1:]):
-        extent = tirx.IntImm("int64", extent) if isinstance(extent, int) else extent
-        lead.append(tirx.floormod(row, extent))
-        row = tirx.floordiv(row, extent)
-    return [row, *reversed(lead), T.Cast("int64", col)]
-
-
-class Views:
-    """One-dimensional views of what the epilogue reads and writes, declared inside a kernel.
-
-    LowerTIRx loses track of some parameters that are addressed by their own indices.
-    """
-
-    def __init__(self, gemm: Any) -> None:
-        self.epilogue = gemm.fused.epilogue
-        self.flat: dict[Any, Any] = {}
-
-    def declare(self) -> None:
-        """Declare them; to be called where the kernel's body starts."""
-        for buffer in dict.fromkeys([*self.epilogue.reads, *self.epilogue.outputs]):
-            self.flat[buffer] = flatten(buffer)
-
-    def load(self, buffer: Any, at: list[Any]) -> Any:
-        """Read a parameter through its view; the kernel's own variables as they are."""
-        if buffer not in self.flat:
-            return tirx.BufferLoad(buffer, at)
-        return tirx.BufferLoad(self.flat[buffer], [_offset(buffer, at)])
-
-    def values(self, accumulated: Any, at: list[Any]) -> list[Any]:
-        """Return each output's value where the accumulator holds ``accumulated``."""
-        binds, values = self.epilogue.stores(accumulated, at, self.load)
-        results = []
-        for _, result in values:
-            for bind in reversed(binds):
-                result = tirx.Let(bind.var, bind.value, result)
-            results.append(result)
-        return results
-
-    def store(self, accumulated: Any, at: list[Any]) -> None:
-        """Write every output."""
-        for buffer, result in zip(self.epilogue.outputs, self.values(accumulated, at), strict=True):
-            T.buffer_store(self.flat[buffer], result, [_offset(buffer, at)])
-
-
-def flatten(buffer: Any) -> Any:
-    """Declare a one-dimensional view of a contiguous buffer."""
-    size: Any = 1
-    for extent in buffer.shape:
-        size = size * extent
-    return T.decl_buffer((size,), str(buffer.dtype), data=buffer.data)
-
-
-def _offset(buffer: Any, at: list[Any]) -> Any:
-    offset: Any = 0
-    for extent, index in zip(buffer.shape, at, strict=True):
-        offset = offset * extent + index
-    return offset
 
 
 def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:

@@ -1,13 +1,13 @@
-"""SIMT GEMM: float32 arithmetic on CUDA cores, any operand layout and size, the epilogue read off the fused PrimFunc.
+"""SIMT GEMM: float32 arithmetic on CUDA cores, any size, with the fused PrimFunc's epilogue.
 
 It serves what tensor cores cannot: float32 without tf32, rows that TMA cannot address, batched
-    products. Thread blocks
-tile M and N, threads hold small register tiles, and groups of threads split K inside a block where
-rows are few.
+products. Thread blocks tile M and N, threads hold small register tiles, and groups of threads split
+K inside a block where rows are few.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,22 +80,25 @@ def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
 
 
 def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
-    """Narrow tiles with K split inside the block where rows are few, else the largest tile that fills the card."""
+    """The setting of ``ranges`` for the rows of the problem; the last one where they are symbolic."""
     rows = gemm.rows if isinstance(gemm.rows, int) else 1 << 30
     return next(knobs for bound, knobs in ranges(gemm, target) if bound is None or rows <= bound)
 
 
 def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
-    """The defaults by rows: a larger tile serves once its blocks fill every multiprocessor."""
+    """The defaults by rows.
+
+    Narrow tiles with K split inside the block where rows are few; a larger tile serves once its
+    blocks fill every multiprocessor.
+    """
     columns = gemm.n if isinstance(gemm.n, int) else 1024
     batch = int(np.prod([e if isinstance(e, int) else 1 for e in gemm.batch])) if gemm.batch else 1
     found: list[tuple[int | None, Knobs]] = [(FEW, Knobs(8, 32, 16, 8, 1, 8))]
     steps = [Knobs(32, 64, 16, 4, 4, 2), Knobs(64, 64, 16, 4, 4, 1), Knobs()]
-    for small, large in zip(steps, steps[1:], strict=False):
+    for small, large in itertools.pairwise(steps):
         across = -(-columns // large.bn) * batch
-        enough = (
-            -(-SM_COUNT // across) * large.bm - large.bm
-        )  # rows below which the larger tile leaves some idle
+        # rows below which the larger tile leaves some idle
+        enough = -(-SM_COUNT // across) * large.bm - large.bm
         if enough > (found[-1][0] or 0):
             found.append((enough, small))
     return [*found, (None, steps[-1])]
@@ -108,21 +111,7 @@ def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) 
     )
 
 
-FEATURES = (
-    "rows",
-    "n",
-    "k",
-    "batch",
-    "bm",
-    "bn",
-    "bk",
-    "tm",
-    "tn",
-    "groups",
-    "threads",
-    "blocks",
-    "shared",
-)
+FEATURES = tuple("rows n k batch bm bn bk tm tn groups threads blocks shared".split())
 
 
 def features(
@@ -150,5 +139,5 @@ TEMPLATE = Template(
     feature_names=FEATURES,
     variants=True,
     ranges=ranges,
-    modules=("tvmcap.schedules.simt_kernel", "tvmcap.schedules.hopper_kernel"),
+    modules=("tvmcap.schedules.simt_kernel", "tvmcap.schedules.gpu_epilogue"),
 )

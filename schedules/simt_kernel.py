@@ -7,14 +7,11 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmcap.schedules.hopper_kernel import Views, flatten, position
+from tvmcap.schedules.gpu_epilogue import Views, flatten, position
 
 
 def shared_floats(knobs: Any) -> int:
-    """Floats of shared memory of a setting.
-
-    The tiles of A and B, or the partial sums that replace them at the end.
-    """
+    """Floats of shared memory: the tiles of A and B, or the partial sums that replace them."""
     depth: int = knobs.bk * knobs.groups
     sums: int = (knobs.groups - 1) * knobs.bm * knobs.bn
     tiles: int = depth * (knobs.bm + 4) + depth * (knobs.bn + 4)

@@ -51,8 +51,8 @@ print(run)
 assert 0 < run.trials <= 16 and not run.interrupted
 
 # %% [markdown]
-# Each row is one kernel at one size. `before` is the template's default (or the best record that was
-# there already), `after` the best now; a dash marks a size for which the time did not suffice.
+# Each row is one kernel at one size. `before` is the template's default (or the best record there
+# was), `after` the best now; a dash marks a size for which the time did not suffice.
 # `failures` counts candidates that did not compile, did not run, or gave a wrong result: a time
 # counts only after the result was compared with a reference.
 #
@@ -72,7 +72,7 @@ print(f"{'tvm':10} {first['tvm']}, measured {first['date']}")
 
 # %% [markdown]
 # * `workload` says what is computed, without the dynamic size; `sizes` gives that.
-# * `knobs` are the settings. Where they are `None`, `trace` holds what MetaSchedule did to a loop nest.
+# * `knobs` are the settings; where they are `None`, `trace` holds MetaSchedule's steps instead.
 # * `error` is `None`, or the cause and the message of a failure. Failures are kept: they teach the
 #   cost model what not to try.
 # * Records of another machine, another TVM or an older template are kept and not used.

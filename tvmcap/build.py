@@ -15,7 +15,7 @@ from tvmcap.base import codegen
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLibraryError
 from tvmcap.base.manifest import Manifest, read_manifest
-from tvmcap.capture.export import Captured, capture, fingerprint
+from tvmcap.capture.export import capture, fingerprint
 from tvmcap.compiled import Compiled
 from tvmcap.kernel.records import open_stores
 from tvmcap.library import export, lower, weights
@@ -46,7 +46,8 @@ def build(
         arguments.
     args, kwargs: example inputs (torch, numpy or DLPack tensors); without them the first call
         captures.
-    config, options: fields of ``Config``, such as ``target="cuda"``, ``dynamic={"x": {0: "B"}}``, ``tune=64``.
+    config, options: fields of ``Config``, such as ``target="cuda"``, ``dynamic={"x": {0: "B"}}``,
+        ``tune=64``.
 
     Returns
     -------
@@ -68,10 +69,7 @@ def build(
 def compile_once(
     fn: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None, config: Config
 ) -> Compiled:
-    """Find the library in the compile cache, or make it.
-
-    Then load it, and verify it where nobody did.
-    """
+    """Find the library in the compile cache or make it, load it, and verify it where nobody did."""
     start = time.perf_counter()
     if isinstance(fn, str | os.PathLike) and not Path(fn).is_file():
         raise CaptureError(

@@ -83,13 +83,13 @@ class Compiled:
         baselines: bool = True,
         progress: Any = None,
     ) -> Score:
-        """Measure kernels, bytes, memory, latency, and with ``baselines`` eager and torch.compile beside it."""
+        """Measure kernels, bytes, memory and latency; ``baselines``: eager and torch.compile too."""
         from tvmcap.scoreboard import score
 
         return score(self, sizes, baselines=baselines, progress=progress)
 
     def explain(self) -> str:
-        """Say what was captured, frozen and compiled, and which record or rule serves each kernel."""
+        """Say what was captured and frozen, and which record or rule serves each kernel."""
         from tvmcap.view.explain import explain
 
         return explain(self)
@@ -113,12 +113,13 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     """Load an exported library; needs TVM's runtime alone, not its compiler and not torch.
 
     Raises DamagedLibraryError for a truncated or altered file and IncompatibleLibraryError where
-    this machine, its GPU or
-    its TVM is not what the library was built for; both before any code of the file runs.
+    this machine, its GPU or its TVM is not what the library was built for; both before any code of
+    the file runs.
     """
     executor = Executor(path, device=device)
     if executor.manifest.verified is False:
         logger.warning(
-            "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here", path
+            "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here",
+            path,
         )
     return Compiled(Path(path), executor.manifest, executor)

@@ -10,7 +10,7 @@ from tvmcap.graph.rewrite import is_op
 
 
 def check(mod: tvm.IRModule, name: str) -> None:
-    """Raise ContractError where the module after pass ``name`` is ill-formed or breaks the pass's promise."""
+    """Raise ContractError where the module after pass ``name`` breaks the pass's promise."""
     try:
         relax.analysis.well_formed(mod)
     except Exception as e:
@@ -34,7 +34,8 @@ def check(mod: tvm.IRModule, name: str) -> None:
         for func in kernels:
             if not (func.attrs or {}).get("tirx.is_scheduled", False):
                 raise ContractError(
-                    "after pass 'schedule' a PrimFunc is not scheduled; this is a bug in kernel.apply"
+                    "after pass 'schedule' a PrimFunc is not scheduled; "
+                    "this is a bug in kernel.apply"
                 )
     if name == "plan" and any(is_op(c, "call_tir", "builtin.alloc_tensor") for c in calls):
         raise ContractError("after pass 'plan' main still allocates tensors without a plan")

@@ -1,6 +1,6 @@
-"""Lazy: what `build` returns without example inputs. The first call captures.
+"""Lazy: what `build` returns without example inputs.
 
-A size that later differs becomes free.
+The first call captures; a size that later differs becomes free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("tvmcap")
 
 
 class Lazy:
-    """A library that is compiled at its first call, and once more when a dimension turns out to vary.
+    """A library compiled at its first call, and once more when a dimension turns out to vary.
 
     Attributes
     ----------
@@ -53,15 +53,16 @@ class Lazy:
     def _compile(self, args: Any, kwargs: Any, why: str) -> None:
         from tvmcap.build import compile_once
 
-        sizes = ", ".join(f"{name}{list(shape)}" for name, (_, shape) in _specs(self.fn, args, kwargs))
+        specs = _specs(self.fn, args, kwargs)
+        sizes = ", ".join(f"{name}{list(shape)}" for name, (_, shape) in specs)
         self.compiles.append(f"{why}: {sizes}")
         logger.info("compile %d: %s", len(self.compiles), self.compiles[-1])
         self._compiled = compile_once(self.fn, args, dict(kwargs), self.config)
 
     def _varying(self, args: Any, kwargs: Any) -> dict[str, dict[int, str]]:
-        """Find the dimensions whose size is not that of the first call and that are not free yet.
+        """Find the dimensions that differ from the first call and are not free yet.
 
-        Equal sizes share.
+        Dimensions that were equal and still are share a name.
         """
         found: dict[str, dict[int, str]] = {}
         groups: dict[tuple[int, int], str] = {}

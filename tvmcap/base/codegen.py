@@ -1,7 +1,4 @@
-"""Targets.
-
-What a name such as "llvm" or "cuda" means on this machine, and where its compilers are.
-"""
+"""Targets: what "llvm" or "cuda" means on this machine, and where its compilers are."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from typing import Any
 
 from tvmcap.base.errors import ConfigError, ToolchainError
 
-#: Limits of a thread block by architecture: shared memory in bytes (CUDA C++ Programming Guide,
-#: table of
+#: Bytes of shared memory that a thread block may have, by architecture (CUDA C++ Programming Guide,
 #: technical specifications per compute capability: "maximum amount of shared memory per thread
 #: block").
 SHARED_MEMORY = {
@@ -36,7 +32,10 @@ DEFAULT_ARCH = "sm_90a"
 
 
 def gpu_architecture() -> str | None:
-    """Return the compute architecture of GPU 0, such as ``"sm_90a"``, or None without a usable GPU. Imports nothing."""
+    """Return GPU 0's architecture, such as ``"sm_90a"``, or None without a usable GPU.
+
+    It asks the driver itself, so that neither torch nor TVM is imported.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -58,7 +57,7 @@ def target_data(spec: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
     Parameters
     ----------
-    spec : "llvm", "cuda", "cuda:sm_80", a JSON object, or None for cuda where a GPU is and llvm elsewhere.
+    spec : "llvm", "cuda", "cuda:sm_80", a JSON object, or None: cuda where a GPU is, else llvm.
 
     Raises
     ------
@@ -141,10 +140,7 @@ _TARGET_FIELDS = (
 
 
 def describe(target: Any) -> dict[str, Any]:
-    """Say what a machine must be like to run code for a target.
-
-    Its fields, and for llvm the CPU features.
-    """
+    """Say what a machine needs to run code for a target: its fields, and llvm's CPU features."""
     data = export_target(target)
     if data["kind"] == "llvm":
         import tvm_ffi
@@ -171,7 +167,7 @@ def find_nvcc() -> Path | None:
 
 
 def find_cudart() -> Path | None:
-    """Find libcudart.so.13 (which TVM's CUDA runtime links) beside nvcc, in pip's nvidia packages, or nowhere."""
+    """Find libcudart.so.13, which TVM's CUDA runtime links, in pip's packages or /usr/local."""
     patterns = [str(p) for p in _package_folder("lib", "libcudart.so.13")]
     patterns += [
         "/usr/local/cuda*/lib64/libcudart.so.13",
@@ -186,7 +182,26 @@ def require_nvcc() -> Path:
     nvcc = find_nvcc()
     if nvcc is None:
         raise ToolchainError(
-            "building for cuda needs nvcc 13, and none is on PATH, in $CUDA_HOME, /usr/local/cuda or this environment; "
-            "pip install 'tvmcap[cuda]' brings one"
+            "building for cuda needs nvcc 13, and none is on PATH, in $CUDA_HOME, /usr/local/cuda "
+            "or this environment; pip install 'tvmcap[cuda]' brings one"
         )
     return nvcc
+
+
+def use_nvcc() -> None:
+    """Compile CUDA source with the nvcc that tvmcap found, to a cubin, with IEEE arithmetic.
+
+    TVM's default, NVRTC with --use_fast_math, loses fp32 accuracy (tanh to 5e-4) and needs one more package.
+    """
+    import tvm_ffi
+    from tvm.support import nvcc
+
+    folder = str(require_nvcc().parent)
+    if folder not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ["TVM_CUDA_NVCC_NO_FAST_MATH"] = "1"
+
+    def compile_source(code: str) -> bytearray:
+        return bytearray(nvcc.compile_cuda(code, target_format="cubin", compiler="nvcc"))
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)

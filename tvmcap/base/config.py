@@ -1,7 +1,7 @@
 """Config: the one frozen set of options, and where each value comes from.
 
 Precedence: the call, then ``TVMCAP_*`` environment variables, then ``tvmcap.toml`` in the working
-    folder, then defaults.
+folder, then defaults.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Config:
 
     Attributes
     ----------
-    target: ``"llvm"``, ``"cuda"``, a target as a JSON object, or None: cuda where a GPU is, else llvm.
+    target: ``"llvm"``, ``"cuda"``, a JSON object, or None: cuda where a GPU is, else llvm.
     dynamic: argument (name, dotted name or position) to {dimension index: name or Dim}.
     constants: names of arguments frozen into the library at their example values.
     tune: ``"cached"`` (use records), ``"none"`` (rules alone) or a number of trials to run first.
@@ -182,7 +182,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parse_option(name: str, text: str) -> Any:
-    """Read the field ``name`` from ``text``, as environment variables and the command line give it."""
+    """Read the field ``name`` from ``text``, as the environment and the command line give it."""
     kind = str(FIELDS[name].type)
     try:
         if kind.startswith("bool"):

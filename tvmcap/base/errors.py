@@ -35,7 +35,7 @@ class BuildError(TvmcapError):
 
 
 class ContractError(BuildError):
-    """A pass left an IR module that breaks the pass's contract (checked under ``TVMCAP_CHECK=1``)."""
+    """A pass left a module that breaks the pass's contract (checked under ``TVMCAP_CHECK=1``)."""
 
 
 class ToolchainError(BuildError):

@@ -1,6 +1,7 @@
-"""The calling convention of a library, as plain data: what goes in, what comes out, which sizes are free.
+"""The calling convention of a library: what goes in, what comes out, which sizes are free.
 
-A signature is JSON inside the library's manifest, so the runtime needs neither torch nor TVM's compiler to read it.
+A signature is JSON inside the library's manifest, so the runtime needs neither torch nor TVM's
+compiler to read it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any
 from tvmcap.base.errors import LibraryError
 
 Size = int | str
-"""An extent.
-
-A number, the name of a symbolic dimension, or (outputs only) arithmetic on such names.
-"""
+"""An extent: a number, a symbolic dimension's name, or (outputs only) arithmetic on such names."""
 
 Tree = dict[str, Any]
-"""A nested structure: ``{"kind": "leaf", "index": 0}``, ``{"kind": "tuple" | "list", "items": [...]}``,
-``{"kind": "dict", "keys": [...], "items": [...]}`` or ``{"kind": "const", "value": ...}`` (None, bool, int, float, str).
-``index`` counts into ``Signature.inputs`` or ``Signature.outputs``."""
+"""A nested structure of tensors.
+
+``{"kind": "leaf", "index": 0}``, ``{"kind": "tuple" | "list", "items": [...]}``, ``{"kind": "dict",
+"keys": [...], "items": [...]}`` or ``{"kind": "const", "value": ...}`` (None, bool, int, float,
+str). ``index`` counts into ``Signature.inputs`` or ``Signature.outputs``.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class TensorSpec:
 
     Attributes
     ----------
-    name: the argument's name, dotted for nested ones (``"batch.mask"``); outputs are ``"out0"``, ``"out1"`` ...
+    name: the argument's name, dotted for nested ones (``"batch.mask"``); outputs are ``"out0"`` ...
     dtype: as in TVM: ``"float32"``, ``"bfloat16"``, ``"int64"``, ``"bool"`` ...
     shape: extents, outermost first.
     """
@@ -51,7 +52,7 @@ class DimSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs in flattened order, outputs in flattened order, symbolic dimensions, and the two nested structures.
+    """Inputs and outputs in flattened order, symbolic dimensions, and the two nested structures.
 
     ``in_tree`` is always a tuple of the positional arguments; ``arg_names`` names them for keyword
     calls.
@@ -94,10 +95,7 @@ class Signature:
 
 
 def flatten(tree: Tree, value: Any) -> list[Any]:
-    """List the leaves of ``value`` in the order of ``tree``'s indices.
-
-    Constants are not checked.
-    """
+    """List the leaves of ``value`` in the order of ``tree``'s indices; constants pass unchecked."""
     leaves: list[tuple[int, Any]] = []
     _collect(tree, value, leaves)
     return [leaf for _, leaf in sorted(leaves, key=lambda pair: pair[0])]
@@ -139,7 +137,7 @@ _CALLS = {"min": min, "max": max}
 
 
 def evaluate(size: Size, dims: Mapping[str, int]) -> int:
-    """Value of a size such as ``"B*4 + 1"`` (``+ - * // %``, ``min``, ``max``); names come from ``dims``.
+    """Value of a size such as ``"B*4 + 1"``: ``+ - * // %``, ``min`` and ``max`` of ``dims``.
 
     Parsed, never executed: a manifest is untrusted. Raises LibraryError for anything else.
     """

@@ -1,7 +1,4 @@
-"""Legalize and fuse: one PrimFunc for each group of operators that can share a kernel.
-
-Main only calls.
-"""
+"""Legalize and fuse: one PrimFunc for each group of operators that can share a kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +13,10 @@ from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
 
 
 def legalize(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures main holds only call_tir, one PrimFunc an operator, and each output is a tensor of its own."""
+    """Ensures main holds only call_tir, one PrimFunc an operator, and outputs are distinct tensors.
+
+    Raises BuildError that names the operators TVM has no kernel for.
+    """
     for step in (
         relax.backend.DispatchSortScan(),  # prefix sums, which LegalizeOps leaves alone
         relax.transform.LegalizeOps(),
@@ -29,7 +29,8 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     left = {b.value.op.name for b in _calls(mod) if not is_op(b.value, "call_tir")}
     if left:
         raise BuildError(
-            f"TVM has no kernel for {', '.join(sorted(left))}; write the function without it, or run that part in PyTorch"
+            f"TVM has no kernel for {', '.join(sorted(left))}; write the function without it, "
+            "or run that part in PyTorch"
         )
     return mod
 
@@ -40,10 +41,7 @@ def _calls(mod: tvm.IRModule) -> list[Any]:
 
 
 def fuse(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures elementwise work sits in the kernel of its producer.
-
-    One PrimFunc for each fused group.
-    """
+    """Ensures elementwise work sits in the kernel of its producer: one PrimFunc a fused group."""
     for step in (
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
@@ -78,10 +76,7 @@ def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _kernel_result(values: Mapping[Any, Any], var: Any) -> tuple[Any, int] | None:
-    """Return the call that computes a variable and which of its results it is.
-
-    None where no call does.
-    """
+    """Return the call that computes a variable and which of its results it is, or None."""
     while isinstance(values.get(var), relax.Var):
         var = values[var]
     value = values.get(var)

@@ -13,12 +13,14 @@ from tvm.ir import GenericConst
 from tvmcap.graph.rewrite import is_op, rebuild
 
 Pack = Callable[[Any, Any, str], "tuple[np.ndarray[Any, Any], Callable[..., te.Tensor]] | None"]
-"""(weight [K, N] as a TVM tensor, type of the left operand, result dtype) -> the packed weight and the tensor
-expression ``f(lhs, packed)`` of the same matmul, or None where no kernel wants it packed."""
+"""(weight [K, N] as a TVM tensor, type of the left operand, result dtype) -> (packed weight, f).
+
+``f(lhs, packed)`` is the tensor expression of the same matmul. None where no kernel wants it packed.
+"""
 
 
 def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
-    """Ensures constant weights of matmuls are packed for their kernel, and a transposed operand is read in place."""
+    """Ensures constant matmul weights are packed for their kernel and transposes are read in place."""
 
     def emit(builder: Any, value: Any) -> Any:
         if is_op(value, "strided_slice"):
@@ -44,10 +46,10 @@ def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
 
 
 def _slice_of_own_transpose(builder: Any, value: Any) -> Any:
-    """Give each slice of a transposed tensor (q, k and v of one product) a transpose of its own to fuse with.
+    """Give each slice of a transposed tensor (q, k and v of one product) a transpose of its own.
 
-    One kernel then moves just the slice; shared, the transpose would be a kernel that moves
-    everything once more.
+    The two fuse, and one kernel moves just the slice; shared, the transpose would be a kernel that
+    moves everything once more.
     """
     source: Any = None
     if isinstance(value.args[0], relax.Var):
@@ -74,9 +76,9 @@ def _transposed(builder: Any, var: Any) -> Any:
 
 
 def matmul_nt(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
-    """Tensor expression of ``a @ b.swapaxes(-1, -2)``.
+    """Tensor expression of ``a @ b.swapaxes(-1, -2)``, accumulated in ``dtype``.
 
-    A [..., M, K], b [..., N, K], accumulated in ``dtype``.
+    The operands are a [..., M, K] and b [..., N, K].
     """
 
     def matmul(a: te.Tensor, b: te.Tensor) -> te.Tensor:

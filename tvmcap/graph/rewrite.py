@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 Emit = Callable[[Any, Any], Any]
-"""(block builder, value with its arguments already rewritten) -> the expression to bind instead, or None to keep it."""
+"""(block builder, value with its arguments already rewritten) -> what to bind instead, or None."""
 
 
 def outputs_of(main: Any) -> list[Any]:
@@ -24,7 +24,7 @@ def outputs_of(main: Any) -> list[Any]:
 def rebuild(
     mod: tvm.IRModule, emit: Emit, finish: Callable[[Any, int, Any], Any] | None = None
 ) -> tvm.IRModule:
-    """Walk main and rebind each value to what ``emit`` gives.
+    """Walk main and rebind each value to what ``emit`` gives; None keeps the value.
 
     ``finish(builder, i, output)`` may change output ``i``.
     """

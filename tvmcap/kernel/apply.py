@@ -1,10 +1,8 @@
-"""Apply: every PrimFunc gets a schedule, from a record where one exists, else from a rule.
-
-Coverage is reported.
-"""
+"""Apply: every PrimFunc gets a schedule, from a record where one exists, else from a rule."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -20,16 +18,10 @@ from tvmcap.kernel.records import Record
 logger = logging.getLogger("tvmcap")
 
 MAX_VARIANTS = 3
-"""Kernels of one task that share the range of a dynamic dimension.
-
-More do not pay for their code.
-"""
+"""Kernels of one task that share the range of a dynamic dimension; more do not pay for their code."""
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
-"""The usable records of a task.
-
-The best one at each size that was tuned (``records.Stores.best_by_size``).
-"""
+"""The best record of a task at each size that was tuned (``records.Stores.best_by_size``)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,8 @@ class Served:
     task: name of the kernel; ``calls`` how often one run of the program calls it.
     served_by: ``"template:NAME"``, ``"trace"`` or ``"rule:NAME"``.
     records: for each tuned size, the record's median in microseconds and its candidate.
-    ranges: for each variant the largest number of rows it serves ("any" for the last) and its knobs.
+    ranges: for each variant the largest number of rows it serves ("any" for the last), and its
+        knobs.
     tunable: whether tuning could do something for this kernel.
     reason: why no record serves it.
     """
@@ -145,12 +138,11 @@ def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[
             merged[-1] = (merged[-1][0], rows, knobs)
         else:
             merged.append((rows, rows, knobs))
-    while (
-        len(merged) > MAX_VARIANTS
-    ):  # the two neighbours whose sizes are closest become one, the larger size's
+    while len(merged) > MAX_VARIANTS:
+        # the two neighbours whose sizes are closest become one, the larger size's
         i = min(range(len(merged) - 1), key=lambda j: merged[j + 1][0] / max(merged[j][1], 1))
         merged[i : i + 2] = [(merged[i][0], merged[i + 1][1], merged[i + 1][2])]
-    bounds = [int(math.sqrt(a[1] * b[0])) for a, b in zip(merged, merged[1:], strict=False)]
+    bounds = [int(math.sqrt(a[1] * b[0])) for a, b in itertools.pairwise(merged)]
     return [*zip(bounds, [m[2] for m in merged], strict=False), (None, merged[-1][2])]
 
 
@@ -163,10 +155,7 @@ def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
 
 
 def _attach(gvar: Any, variants: list[tuple[int | None, Any]], lead: int) -> dict[Any, Any]:
-    """Name the variants of a kernel.
-
-    The last one, which serves any size, lists the others in an attribute.
-    """
+    """Name the variants of a kernel; the last, which serves any size, lists the others."""
     functions, listed = {}, []
     for bound, func in variants[:-1]:
         name = f"{gvar.name_hint}_upto{bound}"

@@ -25,7 +25,7 @@ _NAMING = (tirx.Let, tirx.Bind)
 
 
 def settle(body: Any) -> Any:
-    """Return a statement whose stores name no values: each Let and float Bind is a cell before them.
+    """Return a statement whose stores name no values: a cell before them holds each one.
 
     A vectorized loop becomes one loop a cell, which is the order its statements have anyway.
     """
@@ -41,7 +41,7 @@ def _vectors(loop: Any) -> Any:
     cells = _Cells(lanes, loop.loop_var)
 
     def each(stmt: Any) -> Any:
-        return b.loop("l", lanes, lambda l: _renamed(stmt, loop.loop_var, l), ForKind.VECTORIZED)
+        return b.loop("l", lanes, lambda v: _renamed(stmt, loop.loop_var, v), ForKind.VECTORIZED)
 
     stores = cells.take(stmts)
     return b.seq(*cells.allocations, *map(each, stores))

@@ -26,18 +26,19 @@ def schedule(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
 
 
 def infinite_identities(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Start maxima at -inf and minima at inf, where TOPI starts them at the largest finite number."""
+    """Start maxima at -inf and minima at inf; TOPI starts them at the largest finite number."""
     starts: list[Any] = []
     tvm_ffi.structural_walk(func.body, (tvm.s_tir.SBlock, lambda block: starts.append(block.init)))
 
     def widen(store: Any) -> Any:
         value = store.value
-        if not isinstance(value, tirx.FloatImm) or not any(store.same_as(s) for s in starts if s is not None):
+        if not isinstance(value, tirx.FloatImm) or not any(store.same_as(s) for s in starts if s):
             return store
         dtype = str(value.ty)
         for bound, infinite in ((tirx.min_value(dtype), "-inf"), (tirx.max_value(dtype), "inf")):
             if value.value == bound.value:
-                return tirx.BufferStore(store.buffer, tirx.FloatImm(dtype, float(infinite)), store.indices)
+                start = tirx.FloatImm(dtype, float(infinite))
+                return tirx.BufferStore(store.buffer, start, store.indices)
         return store
 
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, widen)))
@@ -58,20 +59,16 @@ def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
             name = type(rule).__name__.lower()
             try:
                 found = rule.apply(func, target, False)
-            except (
-                Exception
-            ) as e:  # a rule that trips over a pattern must not stop the ones after it
-                logger.debug(
-                    "dlight %s cannot schedule %s: %s",
-                    name,
-                    func.attrs.get("global_symbol", "?"),
-                    e,
-                )
+            except Exception as e:
+                # a rule that trips over a pattern must not stop the ones after it
+                kernel = func.attrs.get("global_symbol", "?")
+                logger.debug("dlight %s cannot schedule %s: %s", name, kernel, e)
                 continue
             if found is not None:
                 first = found[0] if isinstance(found, list) else found
                 return first.mod["main"].with_attr("tirx.is_scheduled", True), f"dlight-{name}"
     raise BuildError(
-        "no rule schedules this kernel for the GPU; build with target='llvm', or report the operator:\n"
+        "no rule schedules this kernel for the GPU; build with target='llvm', "
+        "or report the operator:\n"
         + tvm.IRModule({"kernel": func}).script()[:2000]
     )

@@ -1,7 +1,4 @@
-"""Which search space serves a kernel.
-
-The first template that matches, else MetaSchedule's own rules.
-"""
+"""Which search space serves a kernel: the first matching template, else MetaSchedule's rules."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tvmcap.schedules import TEMPLATES, cpu_match, cpu_target
 
 
 def find(func: Any, target: Any) -> tuple[Template, Any] | None:
-    """Return the first template that matches a fused PrimFunc on a target, with the problem it read, or None."""
+    """Return the first template that matches a PrimFunc, with the problem it read, or None."""
     for template in TEMPLATES:
         problem = template.match(func, target)
         if problem is not None:

@@ -15,7 +15,8 @@ from tvmcap.kernel.records import TaskKey, digest
 Find = Callable[[Any, Any], "tuple[Any, Any] | None"]
 """``find(func, target) -> (template, problem)``, or None where no template matches."""
 
-REPRESENTATIVE_SIZES = (1, 16, 128, 512)
+REPRESENTATIVE_SIZES = {"llvm": (1, 16, 128, 512), "cuda": (1, 16, 128, 512, 2048, 8192)}
+"""By kind of target: the values of a symbolic extent to tune at, as far as they are in bounds."""
 _WORTH_BYTES = 1 << 20
 _REDUCTION = 2
 
@@ -42,6 +43,7 @@ class Task:
     template, problem: what ``find`` returned; None where MetaSchedule's rules tune a loop nest.
     vars: symbolic extents in order of appearance in the arguments' shapes.
     key, workload: what records of this task carry; names of variables and functions do not matter.
+    typical: values of a symbolic extent worth tuning at.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Task:
     key: TaskKey
     workload: dict[str, Any] = field(repr=False)
     names: tuple[str, ...] = ()
+    typical: tuple[int, ...] = REPRESENTATIVE_SIZES["llvm"]
 
     @property
     def workload_hash(self) -> str:
@@ -65,7 +68,10 @@ class Task:
         ``override`` gives the values of some by name. Several extents take their values side by
         side, not as a product.
         """
-        columns = [list((override or {}).get(v.name) or _representative(v)) for v in self.vars]
+        # of several extents each takes the root, so that their product stays in the same range
+        typical = [max(1, round(n ** (1 / max(len(self.vars), 1)))) for n in self.typical]
+        given = override or {}
+        columns = [list(given.get(v.name) or _representative(v, typical)) for v in self.vars]
         length = max((len(c) for c in columns), default=1)
         rows = [
             {v.name: c[min(i, len(c) - 1)] for v, c in zip(self.vars, columns, strict=True)}
@@ -80,9 +86,9 @@ class Task:
         return {f"s{i}": int(sizes[v.name]) for i, v in enumerate(self.vars)}
 
 
-def _representative(var: SizeVar) -> list[int]:
-    inside = [n for n in REPRESENTATIVE_SIZES if n >= var.min and (var.max is None or n <= var.max)]
-    if var.max is not None and (not inside or var.max < 2 * REPRESENTATIVE_SIZES[-1]):
+def _representative(var: SizeVar, typical: Sequence[int]) -> list[int]:
+    inside = [n for n in typical if n >= var.min and (var.max is None or n <= var.max)]
+    if var.max is not None and (not inside or var.max < 2 * typical[-1]):
         inside.append(var.max)
     return sorted(set(inside or [max(var.min, 1)]))
 
@@ -241,7 +247,8 @@ def _task(
         workload = {**problem.key(), "template": template.name}
         workload.pop("rows", None)
         key = TaskKey("template", digest(workload), template.name, source_hash(template))
-    return Task(name, func, 1, template, problem, free, key, workload, (name,))
+    typical = REPRESENTATIVE_SIZES[target.kind.name]
+    return Task(name, func, 1, template, problem, free, key, workload, (name,), typical)
 
 
 def structure(func: Any) -> str:

@@ -1,8 +1,8 @@
 """Cross-compilation: a cubin on a machine without a GPU, in a process of its own.
 
-Without libcuda.so.1 TVM's CUDA side library does not load and `tvm.compile` would put CUDA *source* in the library. A
-stand-in for the driver lets it load; it stays in a child process, so that it can never spoil a
-later start of CUDA.
+Without libcuda.so.1 TVM's CUDA side library does not load and `tvm.compile` would put CUDA *source*
+in the library. A stand-in for the driver lets it load; it stays in a child process, so that it can
+never spoil a later start of CUDA.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from tvmcap.base import codegen
 from tvmcap.base.errors import BuildError, ToolchainError
 
 _DRIVER_FUNCTIONS = (
-    "cuInit cuDeviceGetCount cuDeviceGet cuDeviceGetName cuFuncSetAttribute cuGetErrorName cuGetErrorString cuLaunchKernelEx cuModuleGetFunction "
-    "cuModuleLoadData cuModuleUnload cuTensorMapEncodeTiled"
+    "cuInit cuDeviceGetCount cuDeviceGet cuDeviceGetName cuFuncSetAttribute cuGetErrorName "
+    "cuGetErrorString cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData cuModuleUnload "
+    "cuTensorMapEncodeTiled"
 ).split()
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A planned module that a child process compiles when it is written.
-
-    Stands in for TVM's VMExecutable.
-    """
+    """A planned module that a child process compiles when it is written, as a VMExecutable would."""
 
     mod: Any
     target: dict[str, Any]
@@ -46,29 +44,18 @@ class Apart:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "module.json")
             source.write_text(tvm.ir.save_json(self.mod))
-            command = [
-                sys.executable,
-                "-m",
-                "tvmcap.library.cross",
-                str(source),
-                json.dumps(self.target),
-                path,
-            ]
+            module = [sys.executable, "-m", "tvmcap.library.cross"]
+            command = [*module, str(source), json.dumps(self.target), path]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or [
-                f"exit code {done.returncode}"
-            ]
-            raise BuildError(
-                f"cross-compiling for {self.target['arch']} failed: {lines[-1]}\n{done.stderr[-4000:]}"
-            )
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            last = lines[-1] if lines else f"exit code {done.returncode}"
+            arch = self.target["arch"]
+            raise BuildError(f"cross-compiling for {arch} failed: {last}\n{done.stderr[-4000:]}")
 
 
 def preload_driver_stand_in(folder: str) -> None:
-    """Load libcudart and a driver whose every function reports that there is no device.
-
-    For a build process only.
-    """
+    """Load libcudart and a driver without a device into this process, which must only build."""
     cudart = codegen.find_cudart()
     if cudart is None:
         raise ToolchainError(
@@ -78,17 +65,8 @@ def preload_driver_stand_in(folder: str) -> None:
     source.write_text(
         "".join(f"int {name}(void){{return {_NO_DEVICE};}}\n" for name in _DRIVER_FUNCTIONS)
     )
-    compiler = os.environ.get("CC", "gcc")
-    command = [
-        compiler,
-        "-shared",
-        "-fPIC",
-        "-Wl,-soname,libcuda.so.1",
-        "-o",
-        str(library),
-        str(source),
-    ]
-    subprocess.run(command, check=True)
+    compiler = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*compiler, "-o", str(library), str(source)], check=True)
     for path in (cudart, library):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 

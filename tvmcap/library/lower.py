@@ -1,16 +1,11 @@
-"""Codegen.
-
-The planned module to a Relax VM executable whose device code is a cubin, never source.
-"""
+"""Codegen: the planned module to a Relax VM executable, device code as a cubin, never source."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import relax
 
 from tvmcap.base import codegen
@@ -18,17 +13,13 @@ from tvmcap.base.errors import BuildError
 from tvmcap.library import cross
 
 POINTER_ALIGN = 16
-"""Bytes.
-
-What a library promises its kernels about the pointers of its arguments (the runtime copies below
-that).
-"""
+"""Bytes that the pointers of a library's arguments are aligned to; the runtime copies others."""
 
 
 def lower(mod: tvm.IRModule, target: Any) -> Any:
-    """Compile a planned module.
+    """Compile a planned module to TVM's VMExecutable.
 
-    TVM's VMExecutable, or for cuda without a GPU what compiles apart when written.
+    For cuda without a GPU it is what compiles in a process of its own when written.
     """
     if target.kind.name == "cuda" and codegen.gpu_architecture() is None:
         return cross.Apart(mod, codegen.export_target(target))
@@ -43,7 +34,7 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
     functions = {g: inside.get(g, f) for g, f in mod.functions.items() if g not in outside}
     mod = tvm.IRModule(functions, attrs={})
     if target.kind.name == "cuda":
-        use_nvcc()
+        codegen.use_nvcc()
     try:
         with target, tvm.transform.PassContext(opt_level=3):
             if outside:
@@ -72,7 +63,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def promise_alignment(func: Any, align: int = POINTER_ALIGN) -> Any:
-    """Lower the alignment that a kernel assumes of its arguments from TVM's 64 bytes, which callers do not keep."""
+    """Lower the alignment a kernel assumes of its arguments from TVM's 64, which callers miss."""
     data = json.loads(tvm.ir.save_json(func))
     nodes = data["nodes"]
     root = nodes[data["root_index"]]["data"]
@@ -81,21 +72,3 @@ def promise_alignment(func: Any, align: int = POINTER_ALIGN) -> Any:
         if "data_alignment" in fields:
             fields["data_alignment"] = min(fields["data_alignment"], align)
     return tvm.ir.load_json(json.dumps(data))
-
-
-def use_nvcc() -> None:
-    """Compile CUDA source with the nvcc that tvmcap found, to a cubin, with IEEE arithmetic.
-
-    TVM's default, NVRTC with --use_fast_math, loses fp32 accuracy (tanh to 5e-4) and needs one more package.
-    """
-    from tvm.support import nvcc
-
-    folder = str(codegen.require_nvcc().parent)
-    if folder not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-    os.environ["TVM_CUDA_NVCC_NO_FAST_MATH"] = "1"
-
-    def compile_source(code: str) -> bytearray:
-        return bytearray(nvcc.compile_cuda(code, target_format="cubin", compiler="nvcc"))
-
-    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)

@@ -1,4 +1,4 @@
-"""Weights too large to stand inside a library become arguments that the runtime binds from a file beside it."""
+"""Weights too large for the library itself become arguments, bound from a file beside it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 LIMIT = 512 << 20
-"""Bytes of weights that a library holds itself.
-
-Past it linking takes minutes and several times the memory.
-"""
+"""Bytes of weights that a library holds; beyond it linking takes minutes and much memory."""
 
 
 def constants(main: Any) -> list[Any]:
@@ -34,9 +31,9 @@ def nbytes(main: Any) -> int:
 
 
 def lift(mod: tvm.IRModule, limit: int = LIMIT) -> tuple[tvm.IRModule, dict[str, Any] | None]:
-    """Ensures main holds at most ``limit`` bytes of weights: above it all become parameters before the outputs.
+    """Ensures main holds at most ``limit`` bytes of weights: above it all become parameters.
 
-    Returns the module and the weights by name in calling order, or None where they stay inside.
+    They stand between the inputs and the outputs. Returns the module and the weights by name in calling order, or None where they stay inside.
     """
     main = mod["main"]
     found = constants(main)
