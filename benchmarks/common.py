@@ -1,7 +1,4 @@
-"""What every benchmark writes.
-
-Rows of raw samples, and where, when and with what they were taken.
-"""
+"""What every benchmark writes: raw samples, and where, when and with what they were taken."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def libraries(
         made[f"{name} untuned"] = tvmcap.build(models.gelu_tanh, args, tune="none", **options)
         logs = f"{folder}/{name}"
         start = time.perf_counter()
-        run = tvmcap.tune(models.gelu_tanh, args, trials=trials, budget_s=seconds, log_dir=logs, **options)
+        run = tvmcap.tune(
+            models.gelu_tanh, args, trials=trials, budget_s=seconds, log_dir=logs, **options
+        )
         made[f"{name} seconds"] = time.perf_counter() - start
         print(run, flush=True)
         made[f"{name} tuned"] = tvmcap.build(models.gelu_tanh, args, log_dir=logs, **options)
@@ -47,7 +49,9 @@ def libraries(
     return made
 
 
-def row(made: dict[str, Any], name: str, args: tuple[torch.Tensor, ...], size: int, compiled: Any) -> dict[str, Any]:
+def row(
+    made: dict[str, Any], name: str, args: tuple[torch.Tensor, ...], size: int, compiled: Any
+) -> dict[str, Any]:
     """Check one size, then time tuned, untuned, eager and torch.compile in turns."""
     x = torch.randn(size, args[0].shape[1])
     full = (x, *args[1:])
@@ -97,7 +101,11 @@ def main() -> None:
     compiled = torch.compile(models.gelu_tanh, dynamic=True)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         made = libraries(args, options.trials, options.seconds, folder)
-        rows = [row(made, name, args, size, compiled) for name in ("frozen", "arguments") for size in SIZES]
+        rows = [
+            row(made, name, args, size, compiled)
+            for name in ("frozen", "arguments")
+            for size in SIZES
+        ]
     for r in rows:
         print({k: v for k, v in r.items() if not isinstance(v, dict)}, flush=True)
     seconds = {name: round(made[f"{name} seconds"], 1) for name in ("frozen", "arguments")}

@@ -1,7 +1,9 @@
 """Blocks and small models on a GPU: errors in three dtypes at odd sizes, and time against eager.
 
-    python benchmarks/gpu_blocks.py build FOLDER [CASE...]   (needs nvcc; no GPU)
-    python benchmarks/gpu_blocks.py run FOLDER --json OUT    (on the GPU; TVM's runtime alone)
+    python benchmarks/gpu_blocks.py build FOLDER [CASE...]
+    python benchmarks/gpu_blocks.py run FOLDER --json OUT
+
+The first needs nvcc and no GPU, the second the GPU and TVM's runtime alone.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ say(load_s=loaded - start, first_result_s=time.perf_counter() - start)
 def fresh(code: str, *args: str) -> dict[str, float]:
     """Run code in a new process and return what it says."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *args], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", code, *args],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -92,11 +95,13 @@ def startup(runs: int) -> list[dict[str, Any]]:
             for code in (IMPORT, BUILD, LOAD):
                 for name, value in fresh(code, os.path.join(folder, "cache"), library).items():
                     seen.setdefault(name, []).append(value)
-    return [{"figure": name, "unit": "s", **timed(summarize(values))} for name, values in seen.items()]
+    return [
+        {"figure": name, "unit": "s", **timed(summarize(values))} for name, values in seen.items()
+    ]
 
 
 def host_time() -> list[dict[str, Any]]:
-    """Microseconds of a call on x[2, 8] @ w[8, 8]: all of it, and the VM's bare call of the kernel."""
+    """Microseconds of a call on x[2, 8] @ w[8, 8]: all of it, and the VM's bare call alone."""
     import numpy as np
     import torch
     import tvm_ffi
@@ -118,10 +123,17 @@ def host_time() -> list[dict[str, Any]]:
     main = Library(lib.path, lib.manifest).new_vm()["main"]
     tensors = [tvm_ffi.from_dlpack(t) for t in (x, w, out)]
     with torch.no_grad():
-        calls = {"torch": lambda: lib(x, w), "torch, out=": lambda: lib(x, w, out=out), "numpy": lambda: lib(xn, wn)}
-        calls |= {"bare VM call": lambda: main(*tensors), "torch eager": lambda: x @ w}
+        calls = {
+            "torch": lambda: lib(x, w),
+            "torch, out=": lambda: lib(x, w, out=out),
+            "numpy": lambda: lib(xn, wn),
+            "bare VM call": lambda: main(*tensors),
+            "torch eager": lambda: x @ w,
+        }
         latency = measure(calls, budget_s=6)
-    return [{"figure": f"call, {name}", "unit": "us", **timed(value)} for name, value in latency.items()]
+    return [
+        {"figure": f"call, {name}", "unit": "us", **timed(value)} for name, value in latency.items()
+    ]
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def walk(rows: list[Row]) -> Table:
         "activation traffic",
         "planned peak",
         "us a call",
-        "eager",
+        "eager, us",
         "speed-up",
     ]
     eager = [
@@ -104,7 +104,7 @@ def gpu_blocks_all(rows: list[Row]) -> Table:
         "batch",
         "kernels",
         "us a call",
-        "eager",
+        "eager, us",
         "speed-up",
         "error",
         "eager's error",

@@ -1,6 +1,8 @@
 """The walk from eager to compiled: the block's kernels, traffic and latency, pass by pass.
 
     python benchmarks/walk.py --json benchmarks/results/walk.json [--trials 48]
+
+Each stage is a library of its own, timed in turns with the others and with eager.
 """
 
 from __future__ import annotations

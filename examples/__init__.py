@@ -1,0 +1,1 @@
+"""Models and a demo that the tests and the benchmarks use too."""

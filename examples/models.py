@@ -26,14 +26,14 @@ def gelu_erf(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Linear layers of equal width with GELU between them."""
+    """Linear layers of equal width with GELU after each."""
 
     def __init__(self, width: int = 256, depth: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, width] -> [B, width]."""
+        """Map x [B, width] to [B, width]."""
         for layer in self.layers:
             x = F.gelu(layer(x))
         return x
@@ -49,7 +49,7 @@ class NormMLP(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, width] -> [B, width]."""
+        """Map x [B, width] to [B, width]."""
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
@@ -72,7 +72,7 @@ class ConvNet(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, 3, H, W] -> [B, classes]."""
+        """Map x [B, 3, H, W] to [B, classes]."""
         return self.body(x)
 
 
@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, T, width] -> [B, T, width]."""
+        """Map x [B, T, width] to [B, T, width]."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v)

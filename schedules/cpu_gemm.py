@@ -100,5 +100,5 @@ TEMPLATE = Template(
     features=features,
     feature_names=FEATURES,
     variants=True,
-    modules=tuple(f"tvmcap.schedules.cpu_{part}" for part in ("build", "target", "tile")),
+    modules=tuple(f"tvmcap.schedules.cpu_{part}" for part in ("build", "pack", "target", "tile")),
 )

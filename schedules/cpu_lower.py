@@ -14,8 +14,9 @@ from tvm.tirx.stmt import ForKind
 
 from tvmcap.schedules import cpu_build as b
 from tvmcap.schedules.cpu_match import Gemm
+from tvmcap.schedules.cpu_pack import copy_columns, copy_rows
 from tvmcap.schedules.cpu_target import pack_width, threads, vector_lanes, vector_registers
-from tvmcap.schedules.cpu_tile import Knobs, Panel, Tiles, copy_columns, copy_rows, zero
+from tvmcap.schedules.cpu_tile import Knobs, Panel, Tiles, zero
 
 #: Multiply-adds below which a product runs on the calling thread: waking the others costs more.
 SERIAL_BELOW = 1 << 17
@@ -150,7 +151,7 @@ class _Nest:
         if self.p.layout == "packed":
             lies = Panel(view, (panel * self.k + k0) * self.nr, b.const(self.nr))
             return multiply(lies, self.knobs.mr)
-        packed, allocated = b.scratch(self.kc * self.nr, self.p.b.dtype, "panel")
+        packed, allocated = b.scratch(self.kc * self.nr, "float32", "panel")
         column = panel * self.nr
         copied = b.seq(
             allocated,
@@ -165,25 +166,12 @@ class _Nest:
         return tirx.IfThenElse(fits, direct, copied)
 
     def _copy(self, batch: Any, column: Any, k0: Any, steps: Any, packed: Any) -> Any:
-        view, vl, nr = self.views[self.p.b], self.vl, self.nr
+        view, n, k = self.views[self.p.b], self.n, self.k
         if self.p.layout == "kn":
-            return copy_rows(
-                view,
-                lambda k: (batch * self.k + k0 + k) * self.n + column,
-                steps,
-                self.n - column,
-                packed,
-                vl,
-                nr,
-            )
-        return copy_columns(
-            view,
-            lambda j: (batch * self.n + column + j) * self.k + k0,
-            steps,
-            self.n - column,
-            packed,
-            nr,
-        )
+            starts, copy = (lambda i: (batch * k + k0 + i) * n + column), copy_rows
+        else:
+            starts, copy = (lambda j: (batch * n + column + j) * k + k0), copy_columns
+        return copy(view, starts, steps, n - column, packed, self.vl, self.nr)
 
     # --- the epilogue
     # ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The register tile of the CPU GEMM, and the copies that bring other layouts of B into panels."""
+"""The register tile of the CPU GEMM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 
 from tvmcap.schedules import cpu_build as b
+from tvmcap.schedules.cpu_pack import as_float
 
 Expr = Any
 
@@ -118,9 +119,9 @@ class Tiles:
 
         def step(k: Expr) -> list[Any]:
             base = panel.base + k * panel.stride
-            left = [tirx.Broadcast(_float(self.a, a0 + i * self.k + k), lanes) for i in range(r)]
+            left = [tirx.Broadcast(as_float(self.a, a0 + i * self.k + k), lanes) for i in range(r)]
             right = [
-                _float(panel.buffer, b.lanes(base + v * lanes, lanes), f"x{lanes}")
+                as_float(panel.buffer, b.lanes(base + v * lanes, lanes), f"x{lanes}")
                 for v in range(count)
             ]
             return [
@@ -141,74 +142,9 @@ class Tiles:
         )
 
 
-def copy_rows(
-    view: Any,
-    row: Callable[[Expr], Expr],
-    steps: Expr,
-    columns: Expr,
-    packed: Any,
-    lanes: int,
-    width: int,
-) -> Any:
-    """Return the packing of a panel whose row ``k`` starts at ``view[row(k)]``."""
-
-    def whole(k: Expr) -> Any:
-        return b.seq(
-            *(
-                tirx.BufferStore(
-                    packed,
-                    tirx.BufferLoad(view, [b.lanes(row(k) + v, lanes)]),
-                    [b.lanes(k * width + v, lanes)],
-                )
-                for v in range(0, width, lanes)
-            )
-        )
-
-    return _copy(
-        b.loop("k", steps, whole), lambda k, j: row(k) + j, view, steps, columns, packed, width
-    )
-
-
-def copy_columns(
-    view: Any, column: Callable[[Expr], Expr], steps: Expr, columns: Expr, packed: Any, width: int
-) -> Any:
-    """Return the packing of a panel whose column ``j`` starts at ``view[column(j)]``."""
-
-    def line(j: Expr, k: Expr) -> Any:
-        return tirx.BufferStore(packed, tirx.BufferLoad(view, [column(j) + k]), [k * width + j])
-
-    whole = b.loop("k", steps, lambda k: b.loop("j", width, lambda j: line(j, k)))
-    return _copy(whole, lambda k, j: column(j) + k, view, steps, columns, packed, width)
-
-
-def _copy(
-    whole: Any,
-    at: Callable[[Expr, Expr], Expr],
-    view: Any,
-    steps: Expr,
-    columns: Expr,
-    packed: Any,
-    width: int,
-) -> Any:
-    """Return ``whole`` for full panels, an element by element copy for the last one."""
-
-    def element(k: Expr, j: Expr) -> Any:
-        nothing = tirx.FloatImm(packed.dtype, 0.0)
-        value = tirx.if_then_else(j < columns, tirx.BufferLoad(view, [at(k, j)]), nothing)
-        return tirx.BufferStore(packed, value, [k * width + j])
-
-    partial = b.loop("k", steps, lambda k: b.loop("j", width, lambda j: element(k, j)))
-    return tirx.IfThenElse(columns >= b.const(width), whole, partial)
-
-
 def zero() -> Expr:
     """Return a float32 zero."""
     return tirx.FloatImm("float32", 0.0)
-
-
-def _float(buffer: Any, index: Expr, lanes: str = "") -> Expr:
-    value = tirx.BufferLoad(buffer, [index])
-    return value if str(buffer.dtype) == "float32" else tirx.Cast(f"float32{lanes}", value)
 
 
 def _divides(unroll: int, *extents: Any) -> bool:

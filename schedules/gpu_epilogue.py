@@ -1,4 +1,4 @@
-"""Epilogues inside TIRx kernels: reads and writes through flat views, and quick forms of slow functions."""
+"""Epilogues inside TIRx kernels: access through flat views, quick forms of slow functions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def quick(value: Any) -> Any:
 
     def replace(call: Any) -> Any:
         if call.op.same_as(_TANH) and str(call.ty) == "float32":
-            return T.cuda.func_call("tvmcap_tanh", *call.args, source_code=_QUICK_TANH, return_type="float32")
+            return T.cuda.func_call(
+                "tvmcap_tanh", *call.args, source_code=_QUICK_TANH, return_type="float32"
+            )
         return call
 
     return tvm_ffi.structural_map(value, (tvm.ir.Call, replace))

@@ -61,7 +61,7 @@ def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
 
 
 def stores_through_tma(gemm: cpu_match.Gemm) -> bool:
-    """Whether the one output can leave through shared memory: a swizzle row is 64 16-bit columns."""
+    """Whether the one output can leave through shared memory; a swizzle row is 64 columns of it."""
     outputs = gemm.fused.epilogue.outputs
     return len(outputs) == 1 and str(outputs[0].dtype) in _WGMMA_TYPES
 
@@ -116,9 +116,7 @@ def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) 
     return tirx.PrimFunc(func.params, kernel.body).with_attr(attrs)
 
 
-FEATURES = tuple(
-    "rows n k bn bk stages group late tma_store tiles waves bytes_per_stage".split()
-)
+FEATURES = tuple("rows n k bn bk stages group late tma_store tiles waves bytes_per_stage".split())
 
 
 def features(
@@ -146,5 +144,8 @@ TEMPLATE = Template(
     feature_names=FEATURES,
     variants=True,
     ranges=ranges,
-    modules=("tvmcap.schedules.gpu_epilogue", "tvmcap.schedules.hopper_kernel",),
+    modules=(
+        "tvmcap.schedules.gpu_epilogue",
+        "tvmcap.schedules.hopper_kernel",
+    ),
 )

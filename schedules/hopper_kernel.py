@@ -24,17 +24,24 @@ def stage_bytes(knobs: Any) -> int:
     return ring + (BM * knobs.bn * 2 if knobs.tma_store else 128) + 2048
 
 
+def encode_map(tensor_map: Any, buffer: Any, extents: Any, box: Any) -> Any:
+    """Describe a matrix to TMA: rows that follow each other, 128-byte swizzle, zeros past the edge.
+
+    ``extents`` and ``box`` (of one load or store) give columns first.
+    """
+    modes = (1, 1, 0, 3, 2, 0)  # element strides, no interleave, swizzle, L2 promotion, zero fill
+    args = (str(buffer.dtype), 2, buffer.data, *extents, extents[0] * 2, *box, *modes)
+    return T.call_packed("runtime.cuTensorMapEncodeTiled", tensor_map, *args)
+
+
 def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     """Write the kernel over the buffers of the fused function.
 
     Parameters are added by the caller.
     """
     A, B, C = gemm.a, gemm.b, gemm.fused.epilogue.outputs[0]
-    N, K, M = (
-        gemm.n,
-        gemm.k,
-        tirx.Cast("int32", gemm.rows) if not isinstance(gemm.rows, int) else gemm.rows,
-    )
+    N, K, M = gemm.n, gemm.k, gemm.rows
+    M = M if isinstance(M, int) else tirx.Cast("int32", M)
     BN, BK, stages, group, late = knobs.bn, knobs.bk, knobs.stages, knobs.group, int(knobs.late)
     through_tma, nk = knobs.tma_store, gemm.layout == "nk"
     dtype = str(A.dtype)
@@ -47,7 +54,6 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     num_sm = 132
     tx_bytes = (BM + BN) * BK * 2
     # K-major B: 64 k x BN rows an atom. N-major B: 64 n x BK rows a chunk, transposed by wgmma
-    # itself
     b_box = (64, BN) if nk else (64, BK)
     b_dims = (K, N) if nk else (N, K)
     lead = 1 if nk else BK * 8  # 16-byte units between 64-column chunks
@@ -56,11 +62,12 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     views = Views(gemm)
 
     def finish(value: Any, row: Any, col: Any) -> Any:
-        """The stored value of the one output.
-
-        Past the edge it reads the edge's operands and TMA clips it.
-        """
+        """The one output's value; past the edge it reads the edge's operands and TMA clips it."""
         return views.values(value, position(gemm, T.min(row, M - 1), T.min(col, N - 1)))[0]
+
+    def describe(descriptor: Any, tile: Any, leading: int) -> Any:
+        where = T.address_of(descriptor)  # rows of 8 follow each other after 64 16-byte units
+        return T.cuda.wgmma.encode_matrix_descriptor(where, tile, leading, 64, 3)
 
     def scatter(value: Any, row: Any, col: Any) -> None:
         views.store(value, position(gemm, row, col))
@@ -68,63 +75,12 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     @T.prim_func(check_well_formed=False)
     def kernel() -> None:
         A_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed(
-            "runtime.cuTensorMapEncodeTiled",
-            A_map,
-            dtype,
-            2,
-            A.data,
-            K,
-            M,
-            K * 2,
-            64,
-            BM,
-            1,
-            1,
-            0,
-            3,
-            2,
-            0,
-        )
+        encode_map(A_map, A, (K, M), (64, BM))
         B_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        T.call_packed(
-            "runtime.cuTensorMapEncodeTiled",
-            B_map,
-            dtype,
-            2,
-            B.data,
-            b_dims[0],
-            b_dims[1],
-            b_dims[0] * 2,
-            b_box[0],
-            b_box[1],
-            1,
-            1,
-            0,
-            3,
-            2,
-            0,
-        )
+        encode_map(B_map, B, b_dims, b_box)
         C_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
         if through_tma:
-            T.call_packed(
-                "runtime.cuTensorMapEncodeTiled",
-                C_map,
-                out_dtype,
-                2,
-                C.data,
-                N,
-                M,
-                N * 2,
-                64,
-                64,
-                1,
-                1,
-                0,
-                3,
-                2,
-                0,
-            )
+            encode_map(C_map, C, (N, M), (64, 64))
         T.device_entry()
         views.declare()
         bx = T.cta_id([num_sm])
@@ -202,8 +158,8 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
             lane = T.meta_var(tx % 128)
             acc = T.alloc_buffer((num_acc,), "float32", scope="local")
             pair = T.alloc_buffer((2,), out_dtype, scope="local")
-            descA: T.uint64
-            descB: T.uint64
+            desc_a: T.uint64
+            desc_b: T.uint64
             m_t: T.int32
             n_t: T.int32
             row: T.int32
@@ -215,41 +171,16 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                     T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
                     T.ptx.wgmma.fence.sync.aligned()
                     for kk in T.unroll(BK // 16):
-                        T.cuda.wgmma.encode_matrix_descriptor(
-                            T.address_of(descA),
-                            A_sm.ptr_to(
-                                [stage * BM * BK + kk // 4 * BM * 64 + wg * 64 * 64 + kk % 4 * 16]
-                            ),
-                            1,
-                            64,
-                            3,
+                        a_at = T.meta_var(stage * BM * BK + kk // 4 * BM * 64 + wg * 64 * 64)
+                        b_0 = T.meta_var(stage * BN * BK)
+                        b_at = T.meta_var(
+                            b_0 + kk // 4 * BN * 64 + kk % 4 * 16 if nk else b_0 + kk * 16 * 64
                         )
-                        if nk:
-                            T.cuda.wgmma.encode_matrix_descriptor(
-                                T.address_of(descB),
-                                B_sm.ptr_to([stage * BN * BK + kk // 4 * BN * 64 + kk % 4 * 16]),
-                                1,
-                                64,
-                                3,
-                            )
-                        else:
-                            T.cuda.wgmma.encode_matrix_descriptor(
-                                T.address_of(descB),
-                                B_sm.ptr_to([stage * BN * BK + kk * 16 * 64]),
-                                lead,
-                                64,
-                                3,
-                            )
-                        T.ptx[mma](
-                            *[acc[i] for i in range(num_acc)],
-                            descA,
-                            descB,
-                            (kt + kk > 0),
-                            1,
-                            1,
-                            0,
-                            trans_b,
-                        )
+                        ab = T.meta_var((desc_a, desc_b))  # noqa: F821 (declared by annotation)
+                        describe(ab[0], A_sm.ptr_to([a_at + kk % 4 * 16]), 1)
+                        describe(ab[1], B_sm.ptr_to([b_at]), lead)
+                        sums = T.meta_var([acc[i] for i in range(num_acc)])
+                        T.ptx[mma](*sums, *ab, (kt + kk > 0), 1, 1, 0, trans_b)
                     T.ptx.wgmma.commit_group.sync.aligned()
                     T.ptx.wgmma.wait_group.sync.aligned(late)
                     if late == 0:
@@ -289,9 +220,8 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
                                 pair[c] = finish(
                                     acc[i * 4 + r * 2 + c], m_t + row + r * 8, n_t + col + i * 8 + c
                                 )
-                            for c in T.vectorized(
-                                2
-                            ):  # 64-column chunks of 128-byte rows, 16-byte units swizzled
+                            # 64-column chunks of 128-byte rows, 16-byte units swizzled
+                            for c in T.vectorized(2):
                                 C_sm[
                                     wg * 64 * BN
                                     + i // 8 * 4096

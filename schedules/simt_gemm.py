@@ -80,7 +80,7 @@ def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
 
 
 def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
-    """The setting of ``ranges`` for the rows of the problem; the last one where they are symbolic."""
+    """The setting of ``ranges`` for the problem's rows; the last one where they are symbolic."""
     rows = gemm.rows if isinstance(gemm.rows, int) else 1 << 30
     return next(knobs for bound, knobs in ranges(gemm, target) if bound is None or rows <= bound)
 

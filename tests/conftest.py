@@ -60,10 +60,7 @@ def without_gpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hopper_block() -> Any:
-    """Return the block in bfloat16, cross-compiled for Hopper as without a GPU.
-
-    The batch is dynamic.
-    """
+    """Return the block in bfloat16, batch dynamic, cross-compiled for Hopper as without a GPU."""
     import torch
 
     import tvmcap
@@ -79,9 +76,9 @@ def hopper_block() -> Any:
 
 @pytest.fixture(scope="session")
 def blocks() -> Any:
-    """Return ``blocks(form, dtype)``.
+    """Return ``blocks(form, dtype)``: a function and its library, x [B, 32], w [32, 48].
 
-    The block with GELU's "erf" or "tanh" form, x [B, 32], w [32, 48], and its library.
+    ``form`` is GELU's, "erf" or "tanh".
     """
     import torch
 

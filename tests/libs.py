@@ -18,6 +18,22 @@ VERSIONS = {
     "torch": None,
 }
 HIDDEN, WIDTH = 8, 8
+B = {"x": {0: "B"}}
+
+
+def values(*shape: int, dtype: Any = None, seed: int = 0) -> Any:
+    """Return normal numbers as a torch tensor, float32 by default."""
+    import torch
+
+    make = torch.Generator().manual_seed(hash((shape, seed)) % 2**31)
+    return torch.randn(shape, generator=make).to(dtype or torch.float32)
+
+
+def quick(fn: Any, *args: Any, **options: Any) -> Any:
+    """Build for this CPU, untuned and not verified unless ``options`` say otherwise."""
+    import tvmcap
+
+    return tvmcap.build(fn, args, **{"target": "llvm", "tune": "none", "verify": False, **options})
 
 
 def leaves(count: int) -> dict[str, Any]:
@@ -250,60 +266,4 @@ def write_chain(path: Path, dtype: str = "float32", parallel: bool = True, **fie
     export.write(
         compile_module(chain_module(dtype, parallel)), path, manifest_for(signature, **fields)
     )
-    return path
-
-
-def long_chain_module() -> Any:
-    """Five matmuls in a row, each through memory of its own, as before any planning."""
-    from tvm.script import ir as I
-    from tvm.script import relax as R
-    from tvm.script import tirx as T
-
-    @I.ir_module
-    class Long:
-        @T.prim_func(s_tir=True, private=True)
-        def matmul(
-            x: T.Buffer((T.int64(16), T.int64(8)), "float32"),
-            w: T.Buffer((T.int64(8), T.int64(8)), "float32"),
-            o: T.Buffer((T.int64(16), T.int64(8)), "float32"),
-        ):
-            T.func_attr({"tirx.noalias": True})
-            for i, j, k in T.grid(16, 8, 8):
-                with T.sblock("matmul"):
-                    vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-                    with T.init():
-                        o[vi, vj] = T.float32(0)
-                    o[vi, vj] = o[vi, vj] + x[vi, vk] * w[vk, vj]
-
-        @R.function(pure=False)
-        def main(
-            x: R.Tensor((16, 8), "float32"),
-            w: R.Tensor((8, 8), "float32"),
-            out: R.Tensor((16, 8), "float32"),
-        ) -> R.Tuple():
-            cls = Long
-            a = R.builtin.alloc_tensor(R.shape([16, 8]), "float32", 0)
-            _ = cls.matmul(x, w, a)
-            b = R.builtin.alloc_tensor(R.shape([16, 8]), "float32", 0)
-            _1 = cls.matmul(a, w, b)
-            c = R.builtin.alloc_tensor(R.shape([16, 8]), "float32", 0)
-            _2 = cls.matmul(b, w, c)
-            d = R.builtin.alloc_tensor(R.shape([16, 8]), "float32", 0)
-            _3 = cls.matmul(c, w, d)
-            _4 = cls.matmul(d, w, out)
-            return R.tuple()
-
-    return Long
-
-
-def write_long_chain(path: Path) -> Path:
-    """Write the library of five matmuls to ``path``, without memory planning."""
-    from tvmcap.library import export
-
-    signature = chain_signature()
-    inputs = (TensorSpec("x", "float32", (16, HIDDEN)), signature.inputs[1])
-    outputs = (TensorSpec("out0", "float32", (16, WIDTH)),)
-    signature = replace(signature, inputs=inputs, outputs=outputs, dims=())
-    executable = compile_module(long_chain_module(), plan=False)
-    export.write(executable, path, manifest_for(signature))
     return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmcap.base import codegen
+from tvmcap.base.signature import evaluate
 from tvmcap.graph.fuse import fuse, legalize
 from tvmcap.graph.rewrite import outputs_of
 from tvmcap.library import lower
@@ -91,31 +92,50 @@ def nbytes(ty: Any, sizes: Mapping[str, int]) -> int:
     return count
 
 
+def module(make: Callable[..., Any], *shapes: Sequence[int | str]) -> Any:
+    """Build ``main`` from ``make(builder, *inputs)`` and one shape an input.
+
+    Strings are symbolic extents.
+    """
+    builder = relax.BlockBuilder()
+    names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
+    params = [
+        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in shape], "float32"))
+        for i, shape in enumerate(shapes)
+    ]
+    with builder.function("main", params):
+        with builder.dataflow():
+            results = [builder.emit_output(r) for r in make(builder, *params)]
+        builder.emit_func_output(relax.Tuple(results) if len(results) > 1 else results[0])
+    return builder.get()
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    """Return random float32 numbers."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
+
+
+def planned_bytes(mod: Any, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of storage that the plan allocates."""
+    storage = mod.attrs["tvmcap.storage"]
+    return sum(int(v) * evaluate(str(k) or 1, sizes) for k, v in storage.items())
+
+
 def mlp(widths: Sequence[int], rows: int | str = "B", residual: bool = False) -> Any:
     """Build ``x -> gelu(x @ w) ...``, one product a pair of widths.
 
     ``residual`` adds the layer's input where it fits.
     """
-    builder = relax.BlockBuilder()
-    extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
-    x = relax.Var("x", relax.TensorType((extent, widths[0]), "float32"))
     pairs = list(itertools.pairwise(widths))
-    weights = [
-        relax.Var(f"w{i}", relax.TensorType(pair, "float32")) for i, pair in enumerate(pairs)
-    ]
-    with builder.function("main", [x, *weights]):
-        with builder.dataflow():
-            h = x
-            for weight, (before, after) in zip(weights, pairs, strict=True):
-                product = builder.emit(relax.op.nn.gelu(builder.emit(relax.op.matmul(h, weight))))
-                h = (
-                    builder.emit(relax.op.add(product, h))
-                    if residual and before == after
-                    else product
-                )
-            y = builder.emit_output(h)
-        builder.emit_func_output(y)
-    return builder.get()
+
+    def layers(builder: Any, h: Any, *weights: Any) -> list[Any]:
+        for weight, (before, after) in zip(weights, pairs, strict=True):
+            product = builder.emit(relax.op.nn.gelu(builder.emit(relax.op.matmul(h, weight))))
+            add = residual and before == after
+            h = builder.emit(relax.op.add(product, h)) if add else product
+        return [h]
+
+    return module(layers, (rows, widths[0]), *pairs)
 
 
 def mlp_reference(x: Any, weights: Sequence[Any], residual: bool = False) -> Any:

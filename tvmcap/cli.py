@@ -34,29 +34,42 @@ _OPTION_HELP = {
     "tune": "cached (use records), none (rules alone) or a number of trials to run first",
     "budget_s": "seconds that tuning may take in all",
     "disable": "passes to leave out, separated by commas",
-    "allow_tf32": "let float32 matmuls use tf32 tensor cores",
     "verify": "compare the library with a higher-precision reference after building",
     "log_dir": "folder of tuning records",
     "cache_dir": "folder of the compile cache",
     "dump": "folder that receives the IR after each pass",
     "seed": "seed of every random choice",
     "workers": "processes that compile candidates",
-    "rpc": "HOST:PORT of an RPC tracker that measures",
 }
-_NO_OPTION = ("dynamic", "calibration")
+#: ``dynamic`` has a form of its own; nothing stands behind the others yet.
+_NO_OPTION = (
+    "dynamic",
+    "quantize",
+    "calibration",
+    "backward",
+    "memory_budget",
+    "allow_tf32",
+    "rpc",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    _configure_logging(
-        args.verbose or int(args.verb == "tune")
-    )  # tuning is slow: say how far it is
     try:
+        _configure_logging(args.verbose or int(args.verb == "tune"))  # tuning tells how far it is
         from tvmcap import verbs
 
         return int(getattr(verbs, args.verb)(args))
+    except ModuleNotFoundError as e:
+        if args.debug:
+            raise
+        sys.stderr.write(
+            f"tvmcap {args.verb} needs the Python package {e.name}: pip install {e.name} (a "
+            "machine that only runs libraries may have left it out)\n"
+        )
+        return EXIT_FAILED
     except TvmcapError as e:
         if args.debug:
             raise
@@ -174,7 +187,7 @@ def _program(parser: argparse.ArgumentParser, what: str = "PROGRAM") -> None:
     for name, field in FIELDS.items():
         if name in _NO_OPTION:
             continue
-        flag, text = "--" + name.replace("_", "-"), _OPTION_HELP.get(name, f"Config.{name}")
+        flag, text = "--" + name.replace("_", "-"), _OPTION_HELP[name]
         if str(field.type) == "bool":
             options.add_argument(
                 flag, dest=f"config_{name}", action=argparse.BooleanOptionalAction, help=text

@@ -83,7 +83,7 @@ class Compiled:
         baselines: bool = True,
         progress: Any = None,
     ) -> Score:
-        """Measure kernels, bytes, memory and latency; ``baselines``: eager and torch.compile too."""
+        """Measure kernels, bytes, memory, latency; ``baselines`` adds eager and torch.compile."""
         from tvmcap.scoreboard import score
 
         return score(self, sizes, baselines=baselines, progress=progress)

@@ -29,10 +29,7 @@ def _version(name: str) -> str | None:
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of tvmcap's own source.
-
-    A library made by other code is not found in the compile cache.
-    """
+    """Hash of tvmcap's own source; the compile cache keeps libraries of other code apart."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
     for path in sorted([*root.rglob("*.py"), *(root / "schedules").glob("*.py")]):

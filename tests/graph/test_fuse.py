@@ -1,7 +1,4 @@
-"""Legalize makes one kernel an operator.
-
-Fuse puts elementwise work into the kernel of its producer.
-"""
+"""Legalize makes one kernel an operator; fuse puts elementwise work into its producer's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Apply: a record where one exists, else the template's default, else a rule.
-
-And what coverage says of each.
-"""
+"""Apply: a record where one exists, else the template's default, else a rule; and coverage."""
 
 from __future__ import annotations
 

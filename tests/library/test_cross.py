@@ -1,7 +1,4 @@
-"""Cross-compilation.
-
-A cubin and no source, on a machine without a GPU, and the error that loading it gives here.
-"""
+"""Cross-compilation: a cubin and no source, without a GPU, and the error of loading it here."""
 
 from __future__ import annotations
 

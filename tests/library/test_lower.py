@@ -1,7 +1,4 @@
-"""Codegen.
-
-Pointers need 16 bytes, errors carry the compiler's words, a GPU that is not here compiles apart.
-"""
+"""Codegen: alignment of pointers, the compiler's words in errors, GPUs that are not here."""
 
 from __future__ import annotations
 

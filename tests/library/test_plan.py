@@ -1,7 +1,4 @@
-"""The plan.
-
-Outputs in place, intermediates in shared storage, never two that are alive together in one.
-"""
+"""The plan: outputs in place, intermediates in shared storage."""
 
 from __future__ import annotations
 
@@ -17,12 +14,24 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tests.planned import calls, fused, live_bytes, machine, mlp, mlp_reference, planned, run
+from tests.planned import (
+    calls,
+    fused,
+    live_bytes,
+    machine,
+    mlp,
+    mlp_reference,
+    module,
+    numbers,
+    planned,
+    planned_bytes,
+    run,
+)
 from tvmcap import pipeline
 from tvmcap.base.errors import ContractError
-from tvmcap.base.signature import evaluate
 from tvmcap.graph.rewrite import is_op
-from tvmcap.library.plan import ALIGN, Slot, assign, is_launch, measure, plan, unit_text
+from tvmcap.library.plan import is_launch, plan
+from tvmcap.library.storage import ALIGN
 
 
 @I.ir_module
@@ -94,34 +103,6 @@ class _Untyped(relax.PyExprMutator):
     def visit_call_(self, call):
         kernel = isinstance(call.op, tvm.ir.GlobalVar)
         return relax.Call(call.op, call.args, call.attrs) if kernel else call
-
-
-def module(make, *shapes):
-    """Build ``main`` from a function of a block builder and one variable a shape.
-
-    Strings are symbolic extents.
-    """
-    builder = relax.BlockBuilder()
-    names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
-    params = [
-        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in shape], "float32"))
-        for i, shape in enumerate(shapes)
-    ]
-    with builder.function("main", params):
-        with builder.dataflow():
-            results = [builder.emit_output(r) for r in make(builder, *params)]
-        builder.emit_func_output(relax.Tuple(results) if len(results) > 1 else results[0])
-    return builder.get()
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
-
-
-def planned_bytes(mod, sizes):
-    return sum(
-        int(v) * evaluate(str(k) or 1, sizes) for k, v in mod.attrs["tvmcap.storage"].items()
-    )
 
 
 def test_destinations_and_shared_storage() -> None:
@@ -263,10 +244,7 @@ def test_an_output_that_no_kernel_writes_is_refused() -> None:
 
 
 def variants(mod):
-    """Give ``double`` two variants.
-
-    Below 4 rows it adds 1, up to 16 rows it adds 2, beyond it doubles.
-    """
+    """Give ``double`` two variants: up to 4 rows it adds 1, up to 16 it adds 2, then it doubles."""
     functions = dict(mod.functions.items())
     double = mod["double"]
     listed = []
@@ -302,48 +280,6 @@ def test_the_number_of_rows_chooses_among_variants() -> None:
         x = numbers(rows, 16)
         (got,) = run(main, [x], [(rows, 16)])
         np.testing.assert_allclose(got, wanted(x), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_two_live_tensors_share_storage(seed) -> None:
-    draw = random.Random(seed)
-    units = [(), (tirx.Var("B", "int64"),)]
-    slots = []
-    for _ in range(draw.randint(1, 30)):
-        start = draw.randint(0, 20)
-        slots.append(
-            Slot(ALIGN * draw.randint(1, 50), draw.choice(units), start, start + draw.randint(0, 6))
-        )
-    storages = assign(slots)
-    for i, storage in enumerate(storages):
-        mine = [s for s in slots if s.storage == i]
-        assert mine == sorted(storage.slots, key=slots.index)
-        assert storage.size == max(s.size for s in mine)
-        assert len({str(s.unit) for s in mine}) == 1
-        for a in mine:
-            assert all(a is b or a.end < b.start or b.end < a.start for b in mine)
-    for unit in units:
-        own = [s for s in slots if s.unit == unit]
-        total = sum(s.size for s in storages if s.unit == unit)
-        assert total <= sum(s.size for s in own)
-        assert total >= max(
-            (sum(s.size for s in own if s.start <= t <= s.end) for t in range(30)), default=0
-        )
-
-
-def test_measure() -> None:
-    b, t = tirx.Var("B", "int64"), tirx.Var("T", "int64")
-    assert measure((3, 5), "float32") == (64, ())
-    assert measure((16, 5), "float32") == (320, ())
-    assert measure((), "float16") == (64, ())
-    size, unit = measure((b, 8, t, 4), "bfloat16")
-    assert size == 64 and [u.name for u in unit] == ["B", "T"]
-    assert evaluate(unit_text(unit), {"B": 3, "T": 5}) == 15
-    size, unit = measure((b * 4, 32), "float32")
-    assert size == 512 and unit == (b,)
-    size, unit = measure((tirx.max(b + 1, t // 2), tirx.floormod(t, 3) - b), "int8")
-    assert size == 64 and evaluate(unit_text(unit), {"B": 2, "T": 8}) == 4 * (2 - 2)
-    assert evaluate(unit_text(unit), {"B": 1, "T": 8}) == 4 * (2 - 1)
 
 
 def test_random_programs_compute_the_same() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import libs
+from tvmcap.runtime.executor import Executor
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,27 @@ def half(folder: Path) -> Path:
 def pair(folder: Path) -> Path:
     """Return nested inputs and outputs: ``{"sum": x + y, "parts": (column sums of x, x)}``."""
     return libs.write_pair(folder / "pair.so")
+
+
+@pytest.fixture(scope="session")
+def run(chain: Path) -> Executor:
+    """Return ``out = x @ w @ w`` in float32, B from 0 to 4096."""
+    return Executor(chain)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """Return fresh inputs."""
+    return torch.rand(5, 8)
+
+
+@pytest.fixture
+def w() -> torch.Tensor:
+    """Return fresh weights."""
+    return torch.rand(8, 8)
+
+
+@pytest.fixture(scope="session")
+def nested(pair: Path) -> Executor:
+    """Return ``{"sum": x + y, "parts": (column sums of x, x over y)}``."""
+    return Executor(pair)

@@ -107,9 +107,8 @@ def _from_name(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _host_cpu() -> dict[str, Any]:
-    import tvm_ffi
-
     import tvm  # noqa: F401  (registers target.llvm_get_system_cpu)
+    import tvm_ffi
 
     cpu = tvm_ffi.get_global_func("target.llvm_get_system_cpu")()
     return {"kind": "llvm", "mcpu": str(cpu), "num-cores": os.cpu_count() or 1}
@@ -134,9 +133,9 @@ def export_target(target: Any) -> dict[str, Any]:
 
 
 _TARGET_FIELDS = (
-    "kind", "arch", "mcpu", "mattr", "num-cores", "max_threads_per_block", "max_shared_memory_per_block",
-    "thread_warp_size", "registers_per_block",
-)  # fmt: skip
+    *("kind", "arch", "mcpu", "mattr", "num-cores", "thread_warp_size", "registers_per_block"),
+    *("max_threads_per_block", "max_shared_memory_per_block"),
+)
 
 
 def describe(target: Any) -> dict[str, Any]:
@@ -191,7 +190,8 @@ def require_nvcc() -> Path:
 def use_nvcc() -> None:
     """Compile CUDA source with the nvcc that tvmcap found, to a cubin, with IEEE arithmetic.
 
-    TVM's default, NVRTC with --use_fast_math, loses fp32 accuracy (tanh to 5e-4) and needs one more package.
+    TVM's default, NVRTC with --use_fast_math, loses fp32 accuracy (tanh to 5e-4) and needs one more
+    package.
     """
     import tvm_ffi
     from tvm.support import nvcc

@@ -1,9 +1,8 @@
 """What a library file says about itself: a trailer, read and checked without loading the file.
 
 Layout: ``[ELF bytes][manifest JSON][footer]``; the footer is 56 bytes: magic, length of the JSON,
-    length of the ELF
-(both little-endian 64-bit), and the sha256 of ELF and JSON. A loader of shared objects ignores the
-trailer.
+length of the ELF (both little-endian 64-bit), and the sha256 of ELF and JSON. A loader of shared
+objects ignores the trailer.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from tvm import relax, tirx
 
 from tvmcap.capture.emitting import HALF, Converter, arguments_of, cast, dtype_of, emit, out_dtype
 from tvmcap.capture.products import PRODUCTS
+from tvmcap.capture.reductions import REDUCTIONS
 from tvmcap.capture.structure import dtype_name
 
 
@@ -64,22 +65,6 @@ def _softmax(op: Callable[..., relax.Expr]) -> Converter:
         return emit(importer, op(cast(importer, x, out_dtype(node)), axis=axis))
 
     return convert
-
-
-def _variance(node: fx.Node, importer: Any) -> Any:
-    """Variance with torch's ``correction``, which TVM's converter ignores."""
-    a = arguments_of(node, importer)
-    x, axes = a["self"], a["dim"]
-    axes = list(range(len(x.ty.shape))) if not axes else [int(d) % len(x.ty.shape) for d in axes]
-    count = 1
-    for axis in axes:
-        count *= int(x.ty.shape[axis])
-    y = emit(importer, relax.op.variance(x, axes, keepdims=bool(a["keepdim"])))
-    correction = 1 if a["correction"] is None else a["correction"]
-    factor = count / (count - correction) if count > correction else float("nan")
-    return (
-        y if factor == 1 else emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
-    )
 
 
 def _embedding(node: fx.Node, importer: Any) -> Any:
@@ -168,10 +153,7 @@ def _expm1(node: fx.Node, importer: Any) -> Any:
 
 
 def _log1p(node: fx.Node, importer: Any) -> Any:
-    """``log(1 + x)`` with the rounding of ``1 + x`` divided out (Kahan).
-
-    X itself where that is 1 or infinite.
-    """
+    """``log(1 + x)`` with the rounding of ``1 + x`` divided out (Kahan)."""
     x = cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
     one = relax.const(1, dtype_of(x))
     if dtype_of(x) in HALF:
@@ -194,46 +176,6 @@ def _log1p_of(importer: Any, x: relax.Expr, one: relax.Expr) -> Any:
     )
 
 
-def _reduction(op: Callable[..., relax.Expr]) -> Converter:
-    def convert(node: fx.Node, importer: Any) -> Any:
-        a = arguments_of(node, importer)
-        axes = a["dim"] if isinstance(a["dim"], int) else list(a["dim"]) or None
-        x = cast(importer, a["self"], out_dtype(node))
-        return emit(importer, op(x, axes, keepdims=bool(a["keepdim"])))
-
-    return convert
-
-
-def _extreme(value: Callable[..., relax.Expr], index: Callable[..., relax.Expr]) -> Converter:
-    """Values and positions along one axis; TVM's importer sorts for them."""
-
-    def convert(node: fx.Node, importer: Any) -> Any:
-        a = arguments_of(node, importer)
-        found = [op(a["self"], a["dim"], keepdims=bool(a["keepdim"])) for op in (value, index)]
-        return emit(importer, relax.Tuple([emit(importer, f) for f in found]))
-
-    return convert
-
-
-def _logsumexp(node: fx.Node, importer: Any) -> Any:
-    a = arguments_of(node, importer)
-    x, axes = a["self"], [a["dim"]] if isinstance(a["dim"], int) else list(a["dim"])
-    top = emit(importer, relax.op.max(x, axes, keepdims=True))
-    zero = relax.const(0, dtype_of(x))
-    top = emit(importer, relax.op.where(emit(importer, relax.op.isinf(top)), zero, top))
-    parts = emit(importer, relax.op.exp(emit(importer, relax.op.subtract(x, top))))
-    total = emit(importer, relax.op.log(emit(importer, relax.op.sum(parts, axes, keepdims=True))))
-    total = emit(importer, relax.op.add(total, top))
-    return total if a["keepdim"] else emit(importer, relax.op.squeeze(total, axes))
-
-
-def _variance_and_mean(node: fx.Node, importer: Any) -> Any:
-    a = arguments_of(node, importer)
-    axes = list(a["dim"]) if a["dim"] else None
-    mean = emit(importer, relax.op.mean(a["self"], axes, keepdims=bool(a["keepdim"])))
-    return [_variance(node, importer), mean]
-
-
 def _group_norm(node: fx.Node, importer: Any) -> Any:
     """Group norm with or without weights; Relax types it for float32 but not for bfloat16."""
     a = arguments_of(node, importer)
@@ -253,6 +195,7 @@ def _filled(value: int, size: int, like: relax.Expr) -> Any:
 
 CONVERTERS: dict[str, Converter] = {
     **PRODUCTS,
+    **REDUCTIONS,
     **{f"add.{kind}": _binary(relax.op.add) for kind in ("Tensor", "Scalar")},
     **{f"sub.{kind}": _binary(relax.op.subtract) for kind in ("Tensor", "Scalar")},
     **{f"mul.{kind}": _binary(relax.op.multiply) for kind in ("Tensor", "Scalar")},
@@ -266,18 +209,10 @@ CONVERTERS: dict[str, Converter] = {
     **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _reversed_subtract),
     "_softmax.default": _softmax(relax.op.nn.softmax),
     "_log_softmax.default": _softmax(relax.op.nn.log_softmax),
-    "var.correction": _variance,
-    "var_mean.correction": _variance_and_mean,
     "div.Tensor_mode": _divide_rounding,
     "div.Scalar_mode": _divide_rounding,
     "expm1.default": _expm1,
     "log1p.default": _log1p,
-    "amax.default": _reduction(relax.op.max),
-    "amin.default": _reduction(relax.op.min),
-    "max.dim": _extreme(relax.op.max, relax.op.argmax),
-    "min.dim": _extreme(relax.op.min, relax.op.argmin),
-    "prod.dim_int": _reduction(relax.op.prod),
-    "logsumexp.default": _logsumexp,
     "native_group_norm.default": _group_norm,
     "embedding.default": _embedding,
     "index_select.default": _index_select,

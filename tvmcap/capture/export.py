@@ -38,10 +38,9 @@ class Captured:
     Attributes
     ----------
     mod: Relax module; ``main`` takes the run-time inputs in ``signature.inputs`` order and returns
-    a tuple of the
-        outputs in ``signature.outputs`` order; frozen weights are constants inside; the symbolic
-        variables are named
-        like the dimensions, with ``tir_var_lower_bound`` and ``tir_var_upper_bound`` attributes.
+        a tuple of the outputs in ``signature.outputs`` order; frozen weights are constants inside;
+        the symbolic variables are named like the dimensions, with ``tir_var_lower_bound`` and
+        ``tir_var_upper_bound`` attributes.
     signature: the calling convention; arguments frozen by ``Config.constants`` are no part of it.
     frozen: names of the frozen weights and arguments.
     eager: the function in PyTorch, called as the signature says.
@@ -69,13 +68,11 @@ def capture(
     Parameters
     ----------
     args, kwargs: example inputs (torch, numpy or DLPack tensors, numbers, strings, None, or tuples,
-    lists and dicts of
-        them); an exported program brings its own.
+        lists and dicts of them); an exported program brings its own.
     config: ``dynamic`` and ``constants`` matter here.
 
     Raises CaptureError (UnsupportedOperatorError, DataDependentError, MutationError) for code that
-    cannot be captured,
-    ConfigError for options that do not fit the arguments.
+    cannot be captured, ConfigError for options that do not fit the arguments.
     """
     config = config or Config()
     if isinstance(fn, str | os.PathLike):
@@ -200,13 +197,15 @@ def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def _frozen_names(program: ExportedProgram, call: arguments.BoundCall) -> dict[str, str]:
-    """Map placeholders to the user's names of the graph's frozen tensors."""
+    """Map placeholders to the user's names of the frozen tensors that the graph uses."""
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     known = named_tensors(call.fn, call.frozen)
     values = _constants(program)
     targets = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
     return {
         name: known.get(tensor.data_ptr()) or targets[name].removeprefix("fn.")
         for name, tensor in values.items()
+        if name in used
     }
 
 

@@ -1,8 +1,8 @@
 """A key for the compile cache: equal keys mean equal captures, found without tracing.
 
 Code counts by its bytecode (what is loaded, not what the file says by now), data by its content.
-What cannot be read,
-such as an object of an extension module, gets a key of its own, so that it never matches.
+What cannot be read, such as an object of an extension module, gets a key of its own, so that it
+never matches.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ def fingerprint(
     """Return a hexadecimal key of everything that decides what ``capture`` finds.
 
     That is the function's bytecode and what it refers to (recursively in the user's code), weights
-    and constants by
-    content, the arguments' structure, dtypes and shapes with dynamic sizes left out, and
-    ``config``'s ``dynamic`` and
-    ``constants``. Raises what ``capture`` raises for arguments and options that do not fit.
+    and constants by content, the arguments' structure, dtypes and shapes with dynamic sizes left
+    out, and ``config``'s ``dynamic`` and ``constants``. Raises what ``capture`` raises for
+    arguments and options that do not fit.
     """
     config = config or Config()
     walk = Walk()

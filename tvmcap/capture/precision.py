@@ -1,12 +1,10 @@
 """16-bit graphs: compute in float32 between loads and stores of 16 bits.
 
 Every elementwise operator, normalisation, softmax and reduction works on float32. A value keeps its
-32 bits only where
-operator fusion will put its producer and all its consumers into one kernel, so every tensor between
-kernels still has
-16 bits. The rule is FuseOps': a value joins its post-dominator if all that lies between is
-elementwise, and a kernel
-has at most one product, reduction or normalisation.
+32 bits only where operator fusion will put its producer and all its consumers into one kernel, so
+every tensor between kernels still has 16 bits. The rule is FuseOps': a value joins its
+post-dominator if all that lies between is elementwise, and a kernel has at most one product,
+reduction or normalisation.
 """
 
 from __future__ import annotations

@@ -41,9 +41,8 @@ def resolve(
     """Find the tensors and axes that ``Config.dynamic`` speaks of.
 
     ``names`` are the arguments' names in order (an integer key counts into them). Raises
-    ConfigError for an argument or
-    an axis that does not exist, for bounds that contradict, and for example sizes that contradict a
-    shared name.
+    ConfigError for an argument or an axis that does not exist, for bounds that contradict, and for
+    example sizes that contradict a shared name.
     """
     dims: dict[str, Dim] = {}
     where: dict[tuple[int, int], str] = {}

@@ -15,12 +15,12 @@ from tvmcap.graph.rewrite import is_op, rebuild
 Pack = Callable[[Any, Any, str], "tuple[np.ndarray[Any, Any], Callable[..., te.Tensor]] | None"]
 """(weight [K, N] as a TVM tensor, type of the left operand, result dtype) -> (packed weight, f).
 
-``f(lhs, packed)`` is the tensor expression of the same matmul. None where no kernel wants it packed.
+``f(lhs, packed)`` is the tensor expression of the same matmul. None: no kernel wants it packed.
 """
 
 
 def layout(mod: tvm.IRModule, pack: Pack) -> tvm.IRModule:
-    """Ensures constant matmul weights are packed for their kernel and transposes are read in place."""
+    """Ensures constant matmul weights are packed for their kernel, transposes read in place."""
 
     def emit(builder: Any, value: Any) -> Any:
         if is_op(value, "strided_slice"):

@@ -1,0 +1,1 @@
+"""Tasks, search spaces, tuning, and the schedule of every kernel."""

@@ -18,7 +18,7 @@ from tvmcap.kernel.records import Record
 logger = logging.getLogger("tvmcap")
 
 MAX_VARIANTS = 3
-"""Kernels of one task that share the range of a dynamic dimension; more do not pay for their code."""
+"""Kernels of one task that share the range of a dynamic dimension; more do not pay."""
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
 """The best record of a task at each size that was tuned (``records.Stores.best_by_size``)."""

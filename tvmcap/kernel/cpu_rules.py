@@ -15,9 +15,10 @@ from typing import Any
 from tvm import relax, tirx
 
 from tvmcap.kernel import cpu_blocks as cb
+from tvmcap.kernel import cpu_conv
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.cpu_blocks import Block
-from tvmcap.kernel.cpu_nests import Machine, along_reduced, reduction, register_axis, spatial
+from tvmcap.kernel.cpu_nests import Finish, Machine, along_reduced, reduction, register_axis, spatial
 from tvmcap.schedules import cpu_build as b
 from tvmcap.schedules.cpu_target import threads, vector_lanes, vector_registers
 
@@ -65,7 +66,8 @@ class _Rule:
     def __init__(
         self, blocks: list[Block], params: Any, renamed: dict[Any, Any], machine: Machine
     ) -> None:
-        self.blocks, self.renamed, self.machine = blocks, renamed, machine
+        self.blocks, self.params = blocks, params
+        self.renamed, self.machine = renamed, machine
         self.inner = [x for x in blocks if not any(x.buffer.same_as(p) for p in params)]
 
     def body(self) -> Any:
@@ -129,8 +131,14 @@ class _Rule:
     # -------------------------------------------------------------------------------
 
     def _separate(self) -> Any:
+        convs = {
+            x: c for x in self.blocks if (c := cpu_conv.match(x, self.blocks, self.params)) is not None
+        }
+        padding = [c.padding for c in convs.values() if c.padding is not None]
         whole = {
-            x.buffer: tirx.decl_buffer(x.extents, x.buffer.dtype, x.buffer.name) for x in self.inner
+            x.buffer: tirx.decl_buffer(x.extents, x.buffer.dtype, x.buffer.name)
+            for x in self.inner
+            if not any(x is p for p in padding)
         }
 
         def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
@@ -139,10 +147,14 @@ class _Rule:
         stmts = [tirx.AllocBuffer(buffer) for buffer in whole.values()]
         skip: Block | None = None
         for block, follower in zip(self.blocks, [*self.blocks[1:], None], strict=True):
-            if block is skip:
+            if block is skip or any(block is p for p in padding):
                 continue
             skip = follower if follower is not None and self._finishes(block, follower) else None
-            stmts.append(self._alone(block, skip, place))
+            if block in convs:
+                nest = cpu_conv.Nest(convs[block], self.machine, self.renamed)
+                stmts.append(nest.body(self._store(block, skip, place), self._parallel))
+            else:
+                stmts.append(self._alone(block, skip, place))
         return b.seq(*stmts)
 
     def _finishes(self, block: Block, follower: Block) -> bool:
@@ -205,6 +217,18 @@ class _Rule:
         def load(node: Any) -> Any:
             return tirx.BufferLoad(*place(node.source, list(node.indices)))
 
+        store = self._store(block, finish, place)
+        moved = replace(block, value=cb.replace_loads(block.value, load))
+        if block.combine is None:
+            return spatial(moved, fixed, store, self.machine)
+        return reduction(moved, fixed, store, self.machine, rows)
+
+    def _store(self, block: Block, finish: Block | None, place: Place) -> Finish:
+        """Return what stores an element of ``block``, or what ``finish`` makes of it."""
+
+        def load(node: Any) -> Any:
+            return tirx.BufferLoad(*place(node.source, list(node.indices)))
+
         def store(at: dict[Any, Expr], value: Expr) -> Any:
             index = [at[a] for a in block.axes]
             if finish is None:
@@ -218,10 +242,7 @@ class _Rule:
             at_point = cb.substitute(rest, dict(zip(finish.axes, index, strict=True)))
             return tirx.BufferStore(target, tirx.Let(var, bound, at_point), where)
 
-        moved = replace(block, value=cb.replace_loads(block.value, load))
-        if block.combine is None:
-            return spatial(moved, fixed, store, self.machine)
-        return reduction(moved, fixed, store, self.machine, rows)
+        return store
 
     def _elementwise(self, block: Block) -> Any:
         """Return a single elementwise block, over flat memory where all tensors share a shape."""

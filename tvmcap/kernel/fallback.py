@@ -29,10 +29,11 @@ def infinite_identities(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Start maxima at -inf and minima at inf; TOPI starts them at the largest finite number."""
     starts: list[Any] = []
     tvm_ffi.structural_walk(func.body, (tvm.s_tir.SBlock, lambda block: starts.append(block.init)))
+    starts = [start for start in starts if start is not None]
 
     def widen(store: Any) -> Any:
         value = store.value
-        if not isinstance(value, tirx.FloatImm) or not any(store.same_as(s) for s in starts if s):
+        if not isinstance(value, tirx.FloatImm) or not any(map(store.same_as, starts)):
             return store
         dtype = str(value.ty)
         for bound, infinite in ((tirx.min_value(dtype), "-inf"), (tirx.max_value(dtype), "inf")):
@@ -69,6 +70,5 @@ def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
                 return first.mod["main"].with_attr("tirx.is_scheduled", True), f"dlight-{name}"
     raise BuildError(
         "no rule schedules this kernel for the GPU; build with target='llvm', "
-        "or report the operator:\n"
-        + tvm.IRModule({"kernel": func}).script()[:2000]
+        "or report the operator:\n" + tvm.IRModule({"kernel": func}).script()[:2000]
     )

@@ -16,8 +16,7 @@ def copy_func(func: Any) -> Any:
     """Return a deep copy of a PrimFunc, named main.
 
     A schedule overlooks that the body of a PrimFunc is shared with the one it was made from by
-    ``with_attr``, and
-    changes both: what is scheduled must be a copy.
+    ``with_attr``, and changes both: what is scheduled must be a copy.
     """
     return tvm.ir.load_json(tvm.ir.save_json(func.with_attr("global_symbol", "main")))
 

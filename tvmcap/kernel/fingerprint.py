@@ -23,8 +23,8 @@ def fingerprint(target: Any) -> dict[str, Any]:
     """Describe a target and, where it is this machine, the processor: JSON data.
 
     Keys: kind, arch (mcpu or sm), features (mattr, sorted), cores (threads a CPU kernel may use;
-        None on a GPU), and,
-    None where this machine is not the target: name (of the CPU or card), units (SMs), memory_gib.
+    None on a GPU), and, None where this machine is not the target: name (of the CPU or card), units
+    (SMs), memory_gib.
     """
     attrs = {str(k): v for k, v in target.attrs.items()}
     kind = str(target.kind.name)

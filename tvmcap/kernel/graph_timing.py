@@ -1,4 +1,4 @@
-"""Timing on a GPU without host time: calls captured in a CUDA graph, its replay between two events."""
+"""Timing on a GPU without host time: calls captured in a CUDA graph, replayed between events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import tvm_ffi
 
-_NON_BLOCKING, _RELAXED = 1, 2  # cudaStreamNonBlocking, cudaStreamCaptureModeRelaxed (driver_types.h)
+# cudaStreamNonBlocking, cudaStreamCaptureModeRelaxed (driver_types.h)
+_NON_BLOCKING, _RELAXED = 1, 2
 _CALLS = 24
 
 

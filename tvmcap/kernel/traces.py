@@ -45,8 +45,8 @@ def apply_trace(func: Any, trace: Any, target: Any) -> Any:
 
     Returns the scheduled PrimFunc (a copy), or None where the trace does not apply: it is empty
     (the record of a rule), names blocks that are not there, or needs a step that TVM refuses for
-    the symbolic sizes. What is returned computes
-    the same for every size: each step is a transformation that TVM proves.
+    the symbolic sizes. What is returned computes the same for every size: each step is a
+    transformation that TVM proves.
     """
     data = json.loads(trace) if isinstance(trace, str) else trace
     if not data:

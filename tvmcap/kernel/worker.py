@@ -31,7 +31,8 @@ from tvmcap.base import codegen
 from tvmcap.kernel import check, intrinsics
 from tvmcap.kernel.graph_timing import CudaError, time_graph
 
-#: By device: bytes of inputs that successive calls rotate through, past the last cache, and most copies of them.
+#: By device: bytes of inputs that successive calls rotate through, past the last cache, and most
+#: copies of them.
 _ROTATED = {"cpu": (64 << 20, 4), "cuda": (160 << 20, 64)}
 _SAMPLE_S = 0.002
 

@@ -29,7 +29,7 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)
 
 @dataclass(frozen=True)
 class Apart:
-    """A planned module that a child process compiles when it is written, as a VMExecutable would."""
+    """A planned module that a child process compiles when written; stands in for a VMExecutable."""
 
     mod: Any
     target: dict[str, Any]

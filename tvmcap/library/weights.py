@@ -33,7 +33,8 @@ def nbytes(main: Any) -> int:
 def lift(mod: tvm.IRModule, limit: int = LIMIT) -> tuple[tvm.IRModule, dict[str, Any] | None]:
     """Ensures main holds at most ``limit`` bytes of weights: above it all become parameters.
 
-    They stand between the inputs and the outputs. Returns the module and the weights by name in calling order, or None where they stay inside.
+    They stand between the inputs and the outputs. Returns the module, and the weights by name in
+    calling order or None where they stay inside.
     """
     main = mod["main"]
     found = constants(main)

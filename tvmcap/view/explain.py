@@ -53,7 +53,7 @@ def _task(task: Mapping[str, Any]) -> str:
     ranges = dict(task.get("ranges") or {})
     for bound, knobs in ranges.items():
         above = "any size above" if len(ranges) > 1 else "any size"
-        limit = above if bound == "any" else f"up to {bound} rows"
+        limit = above if bound == "any" else f"up to {bound.removeprefix('<=')} rows"
         lines.append(f"    {limit}: {knobs}")
     if task.get("reason"):
         lines.append(f"    fell back: {task['reason']}")

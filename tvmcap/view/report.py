@@ -17,9 +17,7 @@ from tvmcap.base.score import Latency, Score
 from tvmcap.verify.result import Check, VerifyReport
 
 _DASH = "-"
-UNSTEADY = (
-    "the timings spread by more than 2x, so something else runs here: measure again when idle"
-)
+UNSTEADY = "the timings spread by more than 2x (is the machine busy?): measure again"
 
 
 def text(renderable: RenderableType, width: int = 110) -> str:

@@ -1,0 +1,116 @@
+"""Converters for reductions that TVM's importer lacks or gets wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from tvm import relax
+
+from tvmcap.capture.emitting import Converter, arguments_of, cast, dtype_of, emit, out_dtype
+
+
+def _reduction(op: Callable[..., relax.Expr]) -> Converter:
+    def convert(node: fx.Node, importer: Any) -> Any:
+        a = arguments_of(node, importer)
+        axes = a["dim"] if isinstance(a["dim"], int) else list(a["dim"]) or None
+        x = cast(importer, a["self"], out_dtype(node))
+        return emit(importer, op(x, axes, keepdims=bool(a["keepdim"])))
+
+    return convert
+
+
+def _position(op: Callable[..., relax.Expr]) -> Converter:
+    """Where the extreme of an axis, or of everything, first stands."""
+
+    def convert(node: fx.Node, importer: Any) -> Any:
+        a = arguments_of(node, importer)
+        x, axis = a["self"], a["dim"]
+        if axis is not None:
+            return _first(importer, x, _along(importer, op, x, axis), axis, bool(a["keepdim"]))
+        flat = emit(importer, relax.op.flatten(x))
+        found = _first(importer, flat, _along(importer, op, flat, 0), 0, False)
+        ones = [1] * len(x.ty.shape)
+        return emit(importer, relax.op.reshape(found, ones)) if a["keepdim"] else found
+
+    return convert
+
+
+def _extreme(op: Callable[..., relax.Expr]) -> Converter:
+    """Extremes along an axis and where they first stand; TVM's importer sorts for them."""
+
+    def convert(node: fx.Node, importer: Any) -> Any:
+        a = arguments_of(node, importer)
+        x, axis, keep = a["self"], a["dim"], bool(a["keepdim"])
+        top = _along(importer, op, x, axis)
+        value = top if keep else emit(importer, relax.op.squeeze(top, [axis]))
+        return emit(importer, relax.Tuple([value, _first(importer, x, top, axis, keep)]))
+
+    return convert
+
+
+def _along(importer: Any, op: Callable[..., relax.Expr], x: relax.Expr, axis: int) -> Any:
+    return emit(importer, op(x, axis, keepdims=True))
+
+
+def _first(importer: Any, x: relax.Expr, top: relax.Expr, axis: int, keep: bool) -> Any:
+    """Where ``x`` first equals ``top``, or first is NaN, which torch counts as the extreme.
+
+    TVM's argmax of ``x`` itself gives -1 where all elements are the least there is, and passes over
+    NaN.
+    """
+    hit = emit(importer, relax.op.equal(x, top))
+    if "float" in dtype_of(x):
+        hit = emit(importer, relax.op.logical_or(hit, emit(importer, relax.op.isnan(x))))
+    hit = cast(importer, hit, "int32")
+    return emit(importer, relax.op.argmax(hit, axis, keepdims=keep))
+
+
+def _variance(node: fx.Node, importer: Any) -> Any:
+    """Variance with torch's ``correction``, which TVM's converter ignores."""
+    a = arguments_of(node, importer)
+    x, axes = a["self"], a["dim"]
+    axes = list(range(len(x.ty.shape))) if not axes else [int(d) % len(x.ty.shape) for d in axes]
+    count = 1
+    for axis in axes:
+        count *= int(x.ty.shape[axis])
+    y = emit(importer, relax.op.variance(x, axes, keepdims=bool(a["keepdim"])))
+    correction = 1 if a["correction"] is None else a["correction"]
+    factor = count / (count - correction) if count > correction else float("nan")
+    return (
+        y if factor == 1 else emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
+    )
+
+
+def _logsumexp(node: fx.Node, importer: Any) -> Any:
+    a = arguments_of(node, importer)
+    x, axes = a["self"], [a["dim"]] if isinstance(a["dim"], int) else list(a["dim"])
+    top = emit(importer, relax.op.max(x, axes, keepdims=True))
+    zero = relax.const(0, dtype_of(x))
+    top = emit(importer, relax.op.where(emit(importer, relax.op.isinf(top)), zero, top))
+    parts = emit(importer, relax.op.exp(emit(importer, relax.op.subtract(x, top))))
+    total = emit(importer, relax.op.log(emit(importer, relax.op.sum(parts, axes, keepdims=True))))
+    total = emit(importer, relax.op.add(total, top))
+    return total if a["keepdim"] else emit(importer, relax.op.squeeze(total, axes))
+
+
+def _variance_and_mean(node: fx.Node, importer: Any) -> Any:
+    a = arguments_of(node, importer)
+    axes = list(a["dim"]) if a["dim"] else None
+    mean = emit(importer, relax.op.mean(a["self"], axes, keepdims=bool(a["keepdim"])))
+    return [_variance(node, importer), mean]
+
+
+REDUCTIONS: dict[str, Converter] = {
+    "var.correction": _variance,
+    "var_mean.correction": _variance_and_mean,
+    "amax.default": _reduction(relax.op.max),
+    "amin.default": _reduction(relax.op.min),
+    "max.dim": _extreme(relax.op.max),
+    "min.dim": _extreme(relax.op.min),
+    "argmax.default": _position(relax.op.max),
+    "argmin.default": _position(relax.op.min),
+    "prod.dim_int": _reduction(relax.op.prod),
+    "logsumexp.default": _logsumexp,
+}
