@@ -11,6 +11,9 @@ from tvm.tirx.stmt import ForKind
 
 #: Alignment in bytes that a library may rely on for the tensors of its caller.
 ALIGNMENT = 16
+#: Bytes of a buffer of constant size and scope "global" that TVM still puts on the stack;
+#: others are asked of a pool at run time, some 50 ns each.
+STACK = 1023
 
 Expr = Any
 Stmt = Any
@@ -49,7 +52,7 @@ def bound(name: str, value: Expr, body: Callable[[Expr], Stmt]) -> Stmt:
     if isinstance(value, tirx.IntImm):
         return body(value)
     cell, var = (
-        tirx.decl_buffer((1,), "int64", f"{name}_cell", scope="local"),
+        tirx.decl_buffer((1,), "int64", f"{name}_cell"),
         tirx.Var(name, "int64"),
     )
     return seq(
@@ -121,7 +124,7 @@ def flat(buffer: Any) -> tuple[Any, Stmt]:
     return view, tirx.DeclBuffer(view, data=buffer.data)
 
 
-def scratch(size: Expr | int, dtype: str, name: str, scope: str = "global") -> tuple[Any, Stmt]:
+def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
     """Return a buffer of the running thread and its allocation.
 
     It is used through a view: TVM's CompactBufferAllocation unites the regions of all accesses of
@@ -129,9 +132,37 @@ def scratch(size: Expr | int, dtype: str, name: str, scope: str = "global") -> t
     allocated, which takes seconds for a kernel of a few hundred accesses.
     """
     size = const(size) if isinstance(size, int) else size
-    memory = tirx.decl_buffer((size,), dtype, f"{name}_memory", scope=scope)
-    view = tirx.decl_buffer((size,), dtype, name, data=None, scope=scope)
+    memory = tirx.decl_buffer((size,), dtype, f"{name}_memory")
+    view = tirx.decl_buffer((size,), dtype, name, data=None)
     return view, seq(tirx.AllocBuffer(memory), tirx.DeclBuffer(view, data=memory.data))
+
+
+class Registers:
+    """Vectors that LLVM keeps in registers: a few buffers on the stack, indexed by constants.
+
+    Their elements are float32: where vectors are elements, TVM's StorageRewrite lets buffers of both
+    kinds share memory and then fails.
+    """
+
+    def __init__(self, count: int, lanes: int, name: str) -> None:
+        self.lanes, self.each = lanes, STACK // (4 * lanes)
+        made = [
+            scratch(min(self.each, count - start) * lanes, "float32", name)
+            for start in range(0, count, self.each)
+        ]
+        self.buffers = [buffer for buffer, _ in made]
+        self.allocated = seq(*(stmt for _, stmt in made))
+
+    def load(self, i: int) -> Expr:
+        """Return vector ``i``."""
+        return tirx.BufferLoad(self.buffers[i // self.each], [self._at(i)])
+
+    def store(self, i: int, value: Expr) -> Stmt:
+        """Return the statement that sets vector ``i``."""
+        return tirx.BufferStore(self.buffers[i // self.each], value, [self._at(i)])
+
+    def _at(self, i: int) -> Expr:
+        return lanes(i % self.each * self.lanes, self.lanes)
 
 
 def scheduled(func: tirx.PrimFunc, params: list[Any], body: Stmt) -> tirx.PrimFunc:

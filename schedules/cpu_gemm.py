@@ -50,9 +50,7 @@ def default(problem: Gemm, target: Any) -> Knobs:
     """Return the setting used without a record: the widest tile, sums of at most 128 steps."""
     mr, nv = max(tiles(target), key=lambda t: (t[1], t[0]))
     depth = 0 if isinstance(problem.k, int) and problem.k <= DEPTHS[0] else DEPTHS[0]
-    return Knobs(
-        mr, nv, 192 // mr * mr, depth, 4, "n", mr if problem.layout == "kn" else 0
-    )
+    return Knobs(mr, nv, 192 // mr * mr, depth, 4, "n", mr if problem.layout == "kn" else 0)
 
 
 FEATURES = (

@@ -167,11 +167,14 @@ class _Nest:
 
     def _copy(self, batch: Any, column: Any, k0: Any, steps: Any, packed: Any) -> Any:
         view, n, k = self.views[self.p.b], self.n, self.k
-        if self.p.layout == "kn":
-            starts, copy = (lambda i: (batch * k + k0 + i) * n + column), copy_rows
-        else:
-            starts, copy = (lambda j: (batch * n + column + j) * k + k0), copy_columns
-        return copy(view, starts, steps, n - column, packed, self.vl, self.nr)
+
+        def start(i: Any) -> Any:
+            if self.p.layout == "kn":
+                return (batch * k + k0 + i) * n + column
+            return (batch * n + column + i) * k + k0
+
+        copy = copy_rows if self.p.layout == "kn" else copy_columns
+        return copy(view, start, steps, n - column, packed, self.vl, self.nr)
 
     # --- the epilogue
     # ------------------------------------------------------------------------------------

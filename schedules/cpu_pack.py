@@ -111,24 +111,23 @@ def _transpose(rows: list[Expr], lanes: int, put: Callable[[int, Expr], Any]) ->
 
     Step s = 1, 2, 4, ... swaps the off-diagonal s by s blocks of every 2s by 2s block.
     """
-    memory, allocated = b.scratch(lanes, f"float32x{lanes}", "square", scope="local")
-    stmts = [tirx.BufferStore(memory, row, [b.const(i)]) for i, row in enumerate(rows)]
-    pair_of, pairs = b.scratch(2, f"float32x{lanes}", "pair", scope="local")
+    square, pair = b.Registers(lanes, lanes, "square"), b.Registers(2, lanes, "pair")
+    stmts = [square.store(i, row) for i, row in enumerate(rows)]
     step = 1
     while step < lanes:
         below = [x if not x & step else lanes + x - step for x in range(lanes)]
         above = [x + step if not x & step else lanes + x for x in range(lanes)]
         for i in (i for i in range(lanes) if not i & step):
-            pair = [tirx.BufferLoad(memory, [b.const(x)]) for x in (i, i + step)]
+            both = [square.load(i), square.load(i + step)]
             stmts += [
-                tirx.BufferStore(pair_of, shuffle(pair, below), [b.const(0)]),
-                tirx.BufferStore(pair_of, shuffle(pair, above), [b.const(1)]),
-                tirx.BufferStore(memory, tirx.BufferLoad(pair_of, [b.const(0)]), [b.const(i)]),
-                tirx.BufferStore(memory, tirx.BufferLoad(pair_of, [b.const(1)]), [b.const(i + step)]),
+                pair.store(0, shuffle(both, below)),
+                pair.store(1, shuffle(both, above)),
+                square.store(i, pair.load(0)),
+                square.store(i + step, pair.load(1)),
             ]
         step *= 2
-    columns = [put(i, tirx.BufferLoad(memory, [b.const(i)])) for i in range(lanes)]
-    return b.seq(allocated, pairs, *stmts, *columns)
+    columns = [put(i, square.load(i)) for i in range(lanes)]
+    return b.seq(square.allocated, pair.allocated, *stmts, *columns)
 
 
 def shuffle(pair: list[Expr], lanes: list[int]) -> Expr:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,12 +108,12 @@ class Tiles:
     ) -> Any:
         """Return the branch-free kernel: ``r`` rows by ``count`` vectors over ``kl`` steps of K."""
         lanes = self.lanes
-        acc, allocated = b.scratch(r * count, f"float32x{lanes}", "acc", scope="local")
-        spots = [(i, v, b.const(i * count + v)) for i in range(r) for v in range(count)]
+        acc = b.Registers(r * count, lanes, "acc")
+        spots = [(i, v, i * count + v) for i in range(r) for v in range(count)]
         places = {(i, v): b.lanes(at + (i * self.width + v * lanes), lanes) for i, v, _ in spots}
 
-        def total(i: int, v: int, s: Expr) -> Expr:
-            sum_ = tirx.BufferLoad(acc, [s])
+        def total(i: int, v: int, s: int) -> Expr:
+            sum_ = acc.load(s)
             return sum_ if self.whole else tirx.BufferLoad(memory, [places[i, v]]) + sum_
 
         def step(k: Expr) -> list[Any]:
@@ -124,15 +123,12 @@ class Tiles:
                 as_float(panel.buffer, b.lanes(base + v * lanes, lanes), f"x{lanes}")
                 for v in range(count)
             ]
-            return [
-                tirx.BufferStore(acc, tirx.BufferLoad(acc, [s]) + left[i] * right[v], [s])
-                for i, v, s in spots
-            ]
+            return [acc.store(s, acc.load(s) + left[i] * right[v]) for i, v, s in spots]
 
         unroll = self.knobs.unroll if _divides(self.knobs.unroll, self.k, self.kc) else 1
         return b.seq(
-            allocated,
-            *(tirx.BufferStore(acc, tirx.Broadcast(zero(), lanes), [s]) for _, _, s in spots),
+            acc.allocated,
+            *(acc.store(s, tirx.Broadcast(zero(), lanes)) for _, _, s in spots),
             b.loop(
                 "k",
                 tirx.truncdiv(kl, b.const(unroll)),

@@ -92,16 +92,18 @@ def nbytes(ty: Any, sizes: Mapping[str, int]) -> int:
     return count
 
 
-def module(make: Callable[..., Any], *shapes: Sequence[int | str]) -> Any:
-    """Build ``main`` from ``make(builder, *inputs)`` and one shape an input.
+def module(
+    make: Callable[..., Any], *shapes: Sequence[int | str], names: Sequence[str] = ()
+) -> Any:
+    """Build ``main`` from ``make(builder, *inputs)`` and one shape an input, named x0, x1, ...
 
     Strings are symbolic extents.
     """
     builder = relax.BlockBuilder()
-    names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
+    sizes = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
     params = [
-        relax.Var(f"x{i}", relax.TensorType([names.get(e, e) for e in shape], "float32"))
-        for i, shape in enumerate(shapes)
+        relax.Var(name, relax.TensorType([sizes.get(e, e) for e in shape], "float32"))
+        for name, shape in zip(names or [f"x{i}" for i in range(len(shapes))], shapes, strict=True)
     ]
     with builder.function("main", params):
         with builder.dataflow():
@@ -135,7 +137,8 @@ def mlp(widths: Sequence[int], rows: int | str = "B", residual: bool = False) ->
             h = builder.emit(relax.op.add(product, h)) if add else product
         return [h]
 
-    return module(layers, (rows, widths[0]), *pairs)
+    names = ["x", *(f"w{i}" for i in range(len(pairs)))]
+    return module(layers, (rows, widths[0]), *pairs, names=names)
 
 
 def mlp_reference(x: Any, weights: Sequence[Any], residual: bool = False) -> Any:

@@ -45,7 +45,8 @@ def test_the_reference_of_the_command_line_is_complete():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_options_of_the_documents_exist(document):
     verbs = next(a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    for block in re.findall(r"^```\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE):
+    fenced = re.split(r"^```.*\n", document.read_text(), flags=re.MULTILINE)[1::2]
+    for block in fenced:
         commands = block.replace("\\\n", " ")
         for verb, line in re.findall(r"^tvmcap (\w+)(.*)$", commands, re.MULTILINE):
             known = verbs.choices[verb]._option_string_actions

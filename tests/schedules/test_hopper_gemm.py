@@ -9,52 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import tvm
-from tvm import relax, tirx
+from tvm import tirx
 
+from tests.schedules.products import TARGET, product, source_of
 from tvmcap.base import codegen
 from tvmcap.base.errors import RecordError
-from tvmcap.graph.fuse import fuse, legalize
 from tvmcap.kernel import spaces
 from tvmcap.schedules import hopper_gemm as hopper
 from tvmcap.schedules import hopper_kernel
-
-TARGET = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
-
-
-def product(
-    rows="B",
-    n=128,
-    k=64,
-    dtype="bfloat16",
-    layout="kn",
-    gelu=True,
-    batch=(),
-    out=None,
-    target=TARGET,
-):
-    """Return the PrimFunc of ``gelu(x @ w + b)`` with a float32 accumulator."""
-    builder = relax.BlockBuilder()
-    extent = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
-    x = relax.Var("x", relax.TensorType((*batch, extent, k), dtype))
-    w = relax.Var("w", relax.TensorType((*batch, *((k, n) if layout == "kn" else (n, k))), dtype))
-    b = relax.Var("b", relax.TensorType((n,), dtype))
-    with builder.function("main", [x, w, b]):
-        with builder.dataflow():
-            if layout == "nk":
-                from tvmcap.graph.layout import matmul_nt
-
-                y = builder.emit_te(matmul_nt("float32"), x, w, primfunc_name_hint="matmul")
-            else:
-                y = builder.emit(relax.op.matmul(x, w, out_dtype="float32"))
-            y = builder.emit(relax.op.add(y, builder.emit(relax.op.astype(b, "float32"))))
-            y = builder.emit(relax.op.nn.gelu_tanh(y)) if gelu else y
-            y = builder.emit_output(relax.op.astype(y, out or dtype))
-        builder.emit_func_output(y)
-    with target:
-        mod = fuse(legalize(builder.get()))
-    (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
-    return func
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -168,16 +130,20 @@ def test_source_of_a_setting(change, layout) -> None:
     assert hopper.fits(gemm, knobs)
     kernel = hopper.lower(func, gemm, knobs, TARGET)
     assert kernel.attrs["tirx.is_scheduled"] and list(kernel.params) == list(func.params)
-    with TARGET:
-        done = tvm.compile(
-            tvm.IRModule({"gemm": kernel.with_attr("global_symbol", "gemm")}),
-            target=TARGET,
-            tir_pipeline="tirx",
-        )
-    source = str(done.mod.imports[0].inspect_source())
+    source = source_of(kernel)
     assert f"m64n{knobs.bn}k16.f32.bf16.bf16" in source
     assert "cp.async.bulk.tensor.2d.shared" in source
     assert ("cp.async.bulk.tensor.2d.global" in source) == knobs.tma_store
+
+
+@pytest.mark.parametrize("tma_store", [True, False])
+def test_a_residual_over_rows_of_two_dimensions(tma_store) -> None:
+    """The epilogue reads a tensor of three dimensions by its own indices."""
+    func = product(lead=("T",), n=256, residual=True)
+    gemm = hopper.match(func, TARGET)
+    assert len(gemm.row_dims) == 2 and len(gemm.fused.epilogue.reads) == 2
+    source = source_of(hopper.lower(func, gemm, hopper.Knobs(tma_store=tma_store), TARGET))
+    assert "wgmma" in source
 
 
 @pytest.mark.gpu

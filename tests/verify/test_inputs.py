@@ -65,3 +65,11 @@ def test_ranges_follow_the_example():
     assert 0.8 < float(m.float().mean()) < 1
     assert 0 <= float(p.min()) and float(p.max()) <= 3
     assert set(k.unique().tolist()) == {0.0, float("-inf")}
+
+
+def test_positions_are_not_compared_among_equal_values():
+    inputs, dims = {"x": ("float32", ("B", 4))}, [("B", 1, None)]
+    values = signature(inputs, [("float32", ("B",))], dims)
+    places = signature(inputs, [("int64", ("B",))], dims)
+    assert "zeros" in {s.kind for s in plan_inputs(values)}
+    assert "zeros" not in {s.kind for s in plan_inputs(places)}

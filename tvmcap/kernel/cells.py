@@ -128,7 +128,7 @@ class _Cells:
         """Store a value in a cell of its own; return the load of it."""
         if isinstance(value, _SIMPLE):
             return value
-        cell = tirx.decl_buffer((self.lanes,), str(value.ty), "cell", scope="local")
+        cell = tirx.decl_buffer((self.lanes,), str(value.ty), "cell")
         self.allocations.append(tirx.AllocBuffer(cell))
         self.stores.append(tirx.BufferStore(cell, value, [self.at]))
         return tirx.BufferLoad(cell, [self.at])

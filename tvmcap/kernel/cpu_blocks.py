@@ -84,7 +84,7 @@ def _parse(block: Any) -> Block | None:
 
 
 def _short_indices(value: Expr, iter_vars: Any) -> Expr:
-    """Simplify what is loaded from: TOPI's reshapes divide by every extent, the symbolic ones too."""
+    """Simplify indices with divisions: TOPI's reshapes divide by symbolic extents too."""
     analyzer, extents = Analyzer(), {v.var: v.dom.extent for v in iter_vars}
     for var in iter_vars:
         analyzer.bind(var.var, var.dom)

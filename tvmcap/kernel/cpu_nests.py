@@ -162,7 +162,7 @@ def _tile(
     store: Finish,
 ) -> Any:
     """Return the reduction of ``rows`` by ``lanes`` elements, in local accumulators."""
-    acc = tirx.decl_buffer((len(rows) * lanes,), block.buffer.dtype, "acc", scope="local")
+    acc = tirx.decl_buffer((len(rows) * lanes,), block.buffer.dtype, "acc")
 
     def each(row: int, body: Callable[[dict[Any, Expr], Expr], Any]) -> Any:
         where = {**at, **rows[row]}
@@ -212,7 +212,7 @@ def _along(block: Block, at: dict[Any, Expr], store: Finish, machine: Machine) -
     width = width_for(extent, block, machine)
     copies = 4 if not isinstance(extent, tirx.IntImm) or extent.value >= 4 * width else 1
     total = width * copies
-    acc = tirx.decl_buffer((total,), block.buffer.dtype, "acc", scope="local")
+    acc = tirx.decl_buffer((total,), block.buffer.dtype, "acc")
     init = substitute(block.init, at)
     kind = ForKind.VECTORIZED if total > 1 else ForKind.SERIAL
 

@@ -8,29 +8,32 @@ are vectorized with exact tails, so symbolic sizes need nothing special.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from tvm import relax, tirx
 
+from tvmcap.kernel import conv_match, cpu_conv
 from tvmcap.kernel import cpu_blocks as cb
-from tvmcap.kernel import cpu_conv
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.cpu_blocks import Block
-from tvmcap.kernel.cpu_nests import Finish, Machine, along_reduced, reduction, register_axis, spatial
+from tvmcap.kernel.cpu_nests import (
+    Finish,
+    Machine,
+    along_reduced,
+    reduction,
+    register_axis,
+    spatial,
+)
+from tvmcap.kernel.cpu_tasks import Place, flatten, parallel, work_of
 from tvmcap.schedules import cpu_build as b
 from tvmcap.schedules.cpu_target import threads, vector_lanes, vector_registers
 
 log = logging.getLogger("tvmcap")
 Expr = Any
-Place = Callable[[Any, list[Any]], tuple[Any, list[Any]]]
-"""Where an element of the old function is in the new one: buffer and index to both anew."""
 
 #: Attribute of a kernel that is only a reshape, which a program can do without.
 RESHAPE = "tvmcap.reshape"
-#: Elements (costly ones count eight times) below which a loop stays on the calling thread.
-SERIAL_BELOW = 1 << 15
 #: Elements that one task of an elementwise loop covers.
 CHUNK = 4096
 
@@ -112,7 +115,7 @@ class _Rule:
 
             def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
                 if buffer in local:
-                    return local[buffer][0], [_flatten(index[depth:], shapes[buffer])]
+                    return local[buffer][0], [flatten(index[depth:], shapes[buffer])]
                 return self.renamed[buffer], index
 
             return b.seq(
@@ -124,15 +127,17 @@ class _Rule:
             )
 
         extents = self.blocks[-1].extents[:depth]
-        work = sum((_work(x) for x in self.blocks), b.const(0))
-        return self._parallel(list(extents), work, row)
+        work = sum((work_of(x) for x in self.blocks), b.const(0))
+        return parallel(list(extents), work, row)
 
     # --- block after block
     # -------------------------------------------------------------------------------
 
     def _separate(self) -> Any:
         convs = {
-            x: c for x in self.blocks if (c := cpu_conv.match(x, self.blocks, self.params)) is not None
+            x: c
+            for x in self.blocks
+            if (c := conv_match.match(x, self.blocks, self.params)) is not None
         }
         padding = [c.padding for c in convs.values() if c.padding is not None]
         whole = {
@@ -152,7 +157,7 @@ class _Rule:
             skip = follower if follower is not None and self._finishes(block, follower) else None
             if block in convs:
                 nest = cpu_conv.Nest(convs[block], self.machine, self.renamed)
-                stmts.append(nest.body(self._store(block, skip, place), self._parallel))
+                stmts.append(nest.body(self._store(block, skip, place), parallel))
             else:
                 stmts.append(self._alone(block, skip, place))
         return b.seq(*stmts)
@@ -188,7 +193,7 @@ class _Rule:
                     block, {a: v for (a, _), v in zip(axes, at, strict=True)}, place, finish
                 )
 
-            return self._parallel([e for _, e in axes], _work(block), task)
+            return parallel([e for _, e in axes], work_of(block), task)
         axis, size, count = shared
         axes = [x for x in axes if x[0] is not axis]
 
@@ -199,7 +204,7 @@ class _Rule:
                 block, {a: v for (a, _), v in zip(axes, at, strict=False)}, place, finish, rows
             )
 
-        return self._parallel([*(e for _, e in axes), b.ceildiv(size, count)], _work(block), group)
+        return parallel([*(e for _, e in axes), b.ceildiv(size, count)], work_of(block), group)
 
     # --- shared
     # ------------------------------------------------------------------------------------------
@@ -261,7 +266,7 @@ class _Rule:
         )
         if not alike or any(cb.uses(value, axis) for axis in block.axes):
             return self._alone(block, None, lambda buffer, where: (self.renamed[buffer], where))
-        loop = self._flat(views[block.buffer][0], index, value, _work(block))
+        loop = self._flat(views[block.buffer][0], index, value, work_of(block))
         return b.seq(*(declared for _, declared in views.values()), loop)
 
     def copy(self, source: Any, out: Any) -> Any:
@@ -289,39 +294,4 @@ class _Rule:
                 ),
             )
 
-        return self._parallel([b.ceildiv(total, CHUNK)], work, chunk)
-
-    def _parallel(self, extents: list[Expr], work: Expr, body: Callable[[list[Expr]], Any]) -> Any:
-        """Return one loop over all of ``extents``, in parallel where there is enough to do."""
-
-        def task(t: Expr) -> Any:
-            index: list[Expr] = []
-            for extent in reversed(extents[1:]):
-                index.append(tirx.truncmod(t, extent))
-                t = tirx.truncdiv(t, extent)
-            return _bind_all([t, *reversed(index)] if extents else [], body)
-
-        total = b.product(extents)
-        if not extents:
-            return b.loop("t", total, task)
-        return b.parallel("t", total, task, work, SERIAL_BELOW)
-
-
-def _bind_all(
-    values: list[Expr], body: Callable[[list[Expr]], Any], done: tuple[Expr, ...] = ()
-) -> Any:
-    if not values:
-        return body(list(done))
-    return b.bound("x", values[0], lambda var: _bind_all(values[1:], body, (*done, var)))
-
-
-def _work(block: Block) -> Expr:
-    weight = 8 if cb.calls(block.value) & set(cb.COSTLY) else 1
-    return b.product([*block.extents, *block.reduced_extents, b.const(weight)])
-
-
-def _flatten(index: list[Expr], extents: tuple[Expr, ...]) -> Expr:
-    at: Expr = b.const(0)
-    for i, extent in zip(index, extents, strict=True):
-        at = at * extent + i
-    return at
+        return parallel([b.ceildiv(total, CHUNK)], work, chunk)

@@ -1,8 +1,8 @@
 """Elementary functions for llvm as straight-line arithmetic, which LLVM vectorizes.
 
 LLVM turns a vector ``exp``, ``tanh`` or ``erf`` into one library call a lane. The forms here are
-polynomials and rational functions with selects, right over the whole range: NaN and infinities come
-    out as in PyTorch.
+polynomials and rational functions with selects, right over the whole range: NaN and infinities
+come out as in PyTorch.
 ``sqrt`` and ``rsqrt`` are instructions already; trigonometric functions keep the library call.
 """
 

@@ -33,7 +33,9 @@ def ffi() -> Any:
     """Return ``tvm_ffi`` with libtvm_runtime in the process; TVM's own package is not imported."""
     import tvm_ffi
 
-    _open_shared(_tvm_folder() / f"libtvm_runtime.{'dylib' if sys.platform == 'darwin' else 'so'}")
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    _open_shared(_tvm_folder() / f"libtvm_runtime.{suffix}")
+    _open_shared(_tvm_folder() / f"libtvm_runtime_extra.{suffix}")  # sorting, on the CPU
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork)
     return tvm_ffi

@@ -60,7 +60,9 @@ def plan_inputs(
         raise ValueError(f"level={level!r}: expected 'quick' or 'full'")
     base = example_sizes(signature, example)
     chosen = [{**base, **s} for s in sizes] if sizes else edge_sizes(signature, base, level)
-    kinds = KINDS[1:] if level == "full" else KINDS[1:3]
+    kinds = [k for k in KINDS[1:] if level == "full" or k != "nonfinite"]
+    if any(output.dtype.startswith("int") for output in signature.outputs):
+        kinds.remove("zeros")  # among equal values no position is the right one (argmax, sort)
     sets = [("normal", chosen[0]), *((kind, chosen[0]) for kind in kinds)]
     sets += [("normal", s) for s in chosen[1:]]
     return [InputSet(kind, s, seed + i) for i, (kind, s) in enumerate(sets)]

@@ -1,0 +1,110 @@
+"""The SIMT GEMM template: what it takes, what fits the machine, its defaults and its source."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.libs import quick
+from tests.schedules.products import TARGET, product, source_of
+from tvmcap.base import codegen
+from tvmcap.kernel import spaces
+from tvmcap.schedules import hopper_gemm as hopper
+from tvmcap.schedules import simt_gemm as simt
+from tvmcap.schedules.simt_kernel import shared_floats
+
+SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+
+
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+@pytest.mark.parametrize("batch", [(), (3,), ("H", 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_takes_any_layout_batch_and_size(layout, batch, dtype) -> None:
+    func = product(n=101, k=37, dtype=dtype, layout=layout, batch=batch)
+    template, gemm = spaces.find(func, TARGET)
+    assert template is simt.TEMPLATE and gemm.key() == simt.match(func, TARGET).key()
+    assert gemm.layout == layout and len(gemm.batch) == len(batch) and (gemm.n, gemm.k) == (101, 37)
+
+
+def test_leaves_tensor_cores_and_other_targets_their_own() -> None:
+    assert spaces.find(product(), TARGET)[0] is hopper.TEMPLATE
+    func = product(dtype="float32")
+    assert simt.match(func, codegen.make_target({"kind": "llvm"})) is None
+    older = codegen.make_target({"kind": "cuda", "arch": "sm_80"})
+    assert simt.match(func, older) is not None and spaces.find(product(), older)[0] is simt.TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "batch"),
+    itertools.product([1, 16, 300, 4096, "B"], [1, 100, 4096], [(), (64,), ("H",)]),
+)
+def test_space_and_defaults_fit_any_card(rows, n, batch) -> None:
+    gemm = simt.match(product(rows=rows, n=n, dtype="float32", batch=batch, gelu=False), TARGET)
+    points, ranged = simt.space(gemm, TARGET), simt.ranges(gemm, TARGET)
+    assert len(set(points)) == len(points) > 1
+    for knobs in [*points, simt.default(gemm, TARGET), *(k for _, k in ranged)]:
+        assert knobs.bm % knobs.tm == 0 and knobs.bn % knobs.tn == 0
+        assert 32 <= knobs.threads <= 1024 and knobs.threads % 32 == 0
+        assert 4 * shared_floats(knobs) <= SHARED_BYTES
+    bounds = [bound for bound, _ in ranged]
+    assert bounds[-1] is None and bounds[:-1] == sorted(set(bounds[:-1]))
+    last = simt.default(gemm, TARGET)
+    wanted = next(k for b, k in ranged if isinstance(rows, str) or b is None or rows <= b)
+    assert last == (ranged[-1][1] if isinstance(rows, str) else wanted)
+
+
+def test_features_tell_settings_apart() -> None:
+    gemm = simt.match(product(n=4096, dtype="float32", batch=("H",)), TARGET)
+    points = simt.space(gemm, TARGET)
+    table = simt.features(gemm, points, TARGET)
+    assert table.shape == (len(points), len(simt.FEATURES)) and table.dtype == np.float32
+    assert np.isfinite(table).all() and len(np.unique(table, axis=0)) == len(points)
+    assert simt.features(gemm, [], TARGET).shape == (0, len(simt.FEATURES))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [simt.Knobs(8, 32, 16, 8, 1, 8), simt.Knobs(32, 64, 16, 4, 4, 2), simt.Knobs()],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"layout": "kn", "n": 101, "k": 37},
+        {"layout": "nk", "n": 101, "k": 37},
+        {"layout": "kn", "n": 128, "k": 64, "batch": ("H", 2)},
+        {"layout": "nk", "n": 128, "k": 61, "batch": (3,), "dtype": "bfloat16"},
+        {"layout": "kn", "n": 60, "k": 64, "dtype": "bfloat16", "lead": ("T",), "residual": True},
+    ],
+    ids=str,
+)
+def test_source_of_a_setting(case, knobs) -> None:
+    """A kernel of the PrimFunc's parameters with the threads and the shared memory asked for."""
+    case = {"dtype": "float32", **case}
+    func = product(**case)
+    gemm = simt.match(func, TARGET)
+    kernel = simt.lower(func, gemm, knobs, TARGET)
+    assert kernel.attrs["tirx.is_scheduled"] and list(kernel.params) == list(func.params)
+    source = source_of(kernel)
+    assert f"__launch_bounds__({knobs.threads})" in source
+    assert ("__nv_bfloat16" in source or "nv_bfloat16" in source) == (case["dtype"] == "bfloat16")
+    assert ("mma" not in source and "tvmcap_tanh" in source) or case["dtype"] == "float32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 130, 1025])
+def test_computes_products_with_tails(dtype, rows) -> None:
+    make = torch.Generator().manual_seed(rows)
+    x, w = (torch.randn(s, generator=make).to(dtype).cuda() for s in ((3, rows, 37), (3, 101, 37)))
+
+    def fn(x, w):
+        return torch.relu(x @ w.mT)
+
+    lib = quick(fn, x, w, dynamic={"x": {1: "T"}}, target="cuda")
+    wanted = fn(x.double(), w.double())
+    error, eager = ((y.double() - wanted).abs().max() for y in (lib(x, w), fn(x, w)))
+    assert error <= 2 * eager + torch.finfo(dtype).eps
