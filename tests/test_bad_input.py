@@ -158,6 +158,9 @@ def test_nan_and_inf_through_elementwise_and_reductions() -> None:
             F.gelu(x, approximate="tanh"),
             torch.tanh(x),
             x.clamp(-1, 1),
+            *x.max(1),
+            *x.min(-1),
+            x.argmax(1),
         )
 
     lib = quick(fn, torch.zeros(3, 4), dynamic={"x": {0: "B"}})

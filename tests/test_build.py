@@ -13,7 +13,7 @@ from torch import nn
 
 import tvmcap
 from examples import models
-from tests.libs import B, values
+from tests.libs import B, quick, values
 from tvmcap import pipeline
 from tvmcap.base.errors import CaptureError, ConfigError
 
@@ -73,6 +73,26 @@ def test_models(name: str, dtype: torch.dtype) -> None:
         x = values(*shape, dtype=dtype, seed=1)
         close(lib(x), model, x)
     assert set(lib.manifest.frozen) >= {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("cls", [nn.GRU, nn.LSTM])
+def test_recurrent_layers(cls: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    layers = cls(6, 5, 2, dropout=0.5, batch_first=True).eval()
+    lib = quick(layers, values(3, 4, 6))
+    x = values(3, 4, 6, seed=1)
+    torch.testing.assert_close(lib(x), layers(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_prefix_sums(dtype: torch.dtype) -> None:
+    def sums(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.cumsum(-1), x.cumsum(0)
+
+    lib = quick(sums, (values(4, 37) * 3).to(dtype), dynamic=B)
+    for rows in (1, 9):
+        x = (values(rows, 37, seed=1) * 3).to(dtype)
+        torch.testing.assert_close(lib(x), sums(x))
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=str)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,17 @@ def test_marking_is_kept_in_the_file(exported: Path) -> None:
     torch.testing.assert_close(other(x, x)["sum"], x + x)
 
 
+@pytest.mark.parametrize(("verified", "warns"), [(False, True), (True, False), (None, False)])
+def test_load_warns_of_a_library_that_failed(
+    exported: Path, verified: bool | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewrite_manifest(exported, replace(tvmcap.load(exported).manifest, verified=verified))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tvmcap"):
+        assert tvmcap.load(exported).manifest.verified is verified
+    assert ("was not verified where it was built" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("name", ["missing/pair.so", "file/pair.so"])
 def test_an_export_that_cannot_be_written(library: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
@@ -117,8 +130,6 @@ def test_no_file_and_no_library(tmp_path: Path) -> None:
 
 
 def test_a_library_of_another_machine(library: Any, exported: Path) -> None:
-    from dataclasses import replace
-
     manifest = library.manifest
     rewrite_manifest(exported, replace(manifest, versions={**manifest.versions, "tvm": "0.1"}))
     with pytest.raises(IncompatibleLibraryError, match=r"built with 0\.1"):

@@ -9,6 +9,7 @@ import torch
 import tvmcap
 from tvmcap import scoreboard
 from tvmcap.base.config import Config
+from tvmcap.base.manifest import read_manifest
 from tvmcap.base.score import Latency, Score
 from tvmcap.view import report
 
@@ -44,6 +45,15 @@ def test_one_kernel_that_reads_and_writes_each_tensor_once(lib):
     assert score.weight_bytes == 0 and score.sizes == {"B": 40}
     assert score.latency_us.median > 0 and score.eager_us is None and score.speedup is None
     assert (score.tuned_tasks, score.tasks) == (0, 1) and score.verified is True
+
+
+def test_the_manifest_carries_the_counts_at_the_examples_sizes(lib):
+    score = Score.from_json(read_manifest(lib.path).score)
+    assert score.sizes == {"B": M} and score.kernels == len(score.per_kernel) == 1
+    assert score.hbm_bytes == (M * K + M * N + K * N + N) * 4
+    assert score.peak_bytes_planned == M * N * 4 and score.weight_bytes == 0
+    assert score.latency_us is score.eager_us is score.speedup is score.peak_bytes_measured is None
+    assert score.build_s > 0
 
 
 def test_eager_is_counted_and_timed_beside_it(lib, monkeypatch):

@@ -56,6 +56,14 @@ def test_every_unsupported_operator_is_listed_at_once():
     assert "_cdist_forward.default (2x)" in text and "det" in text and "torch.cdist(x, x)" in text
 
 
+@pytest.mark.parametrize("cls", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_dropout_in_training_mode(cls):
+    layers = cls(8, 5, 2, dropout=0.5)
+    with pytest.raises(CaptureError, match=r"dropout runs in training mode.*model\.eval\(\)"):
+        capture(layers, (X,))
+    capture(layers.eval(), (X,))
+
+
 def test_custom_operator():
     @torch.library.custom_op("tvmcap_tests::gelu", mutates_args=())
     def gelu(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
+from tvmcap.base.errors import BuildError
 from tvmcap.graph.fuse import fuse, legalize, own_outputs
 from tvmcap.graph.rewrite import outputs_of
 
@@ -142,6 +143,24 @@ def test_legalize() -> None:
 def test_legalize_leaves_kernels_alone() -> None:
     with TARGET:
         tvm.ir.assert_structural_equal(legalize(Legal), Legal)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: relax.op.memory.view(x, (12,)), r"relax\.memory\.view"),
+        (relax.op.unique, r"relax\.run\.unique"),
+    ],
+)
+def test_an_operator_without_a_kernel_is_named(make, name) -> None:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((3, 4), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit_output(make(x))
+        builder.emit_func_output(y)
+    with TARGET, pytest.raises(BuildError, match=f"no kernel for .*{name}.*PyTorch"):
+        legalize(builder.get())
 
 
 def test_fuse() -> None:

@@ -8,7 +8,9 @@ import tvm
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
-from tvmcap.kernel import cpu_rules
+from tests.schedules import gemm
+from tvmcap.kernel import conv_match, cpu_rules
+from tvmcap.kernel import cpu_blocks as cb
 from tvmcap.kernel.intrinsics import expand
 
 torch = pytest.importorskip("torch")
@@ -26,8 +28,8 @@ FUSE = (
 )
 
 
-def compiled(fn, args, dynamic):
-    """Return ``fn`` fused, scheduled by the rule and compiled, as a function of tensors."""
+def fused(fn, args, dynamic):
+    """Return the module of ``fn``, fused and not scheduled."""
     from tvm.relax.frontend.torch import from_exported_program
 
     class Module(torch.nn.Module):
@@ -37,7 +39,12 @@ def compiled(fn, args, dynamic):
     program = torch.export.export(Module(), args, dynamic_shapes={"inputs": dynamic})
     mod = from_exported_program(program, unwrap_unit_return_tuple=True)
     with TARGET:
-        mod = tvm.transform.Sequential([p() for p in FUSE])(mod)
+        return tvm.transform.Sequential([p() for p in FUSE])(mod)
+
+
+def compiled(fn, args, dynamic):
+    """Return ``fn`` fused, scheduled by the rule and compiled, as a function of tensors."""
+    mod = fused(fn, args, dynamic)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
             scheduled = cpu_rules.schedule(func, TARGET)
@@ -90,6 +97,55 @@ CASES = {
         ({0: B}, None),
         [1],
     ),
+    "conv_stride_3": (
+        lambda x, w: F.conv2d(x, w, stride=3, padding=2),
+        [(3, 3, 20, 31), (5, 3, 5, 4)],
+        ({0: B}, None),
+        [1],
+    ),
+    "conv_7x7": (
+        lambda x, w, b: torch.tanh(F.conv2d(x, w, b, stride=2, padding=3)),
+        [(2, 3, 40, 47), (24, 3, 7, 7), (24,)],
+        ({0: B}, None, None),
+        [1],
+    ),
+    "conv_dilated": (
+        lambda x, w: F.conv2d(x, w, padding=2, dilation=2),
+        [(3, 4, 9, 13), (7, 4, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "conv_groups": (
+        lambda x, w: F.conv2d(x, w, padding=1, groups=2, stride=(2, 1)),
+        [(3, 6, 9, 17), (10, 3, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "conv_deep": (
+        lambda x, w: F.conv2d(x, w),
+        [(2, 33, 6, 5), (17, 33, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "conv_multiplier": (
+        lambda x, w: F.conv2d(x, w, padding=1, groups=4, stride=2),
+        [(2, 4, 30, 34), (12, 1, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "conv_strided_depthwise": (
+        lambda x, w: F.conv2d(x, w, padding=1, groups=8, stride=2),
+        [(4, 8, 35, 37), (8, 1, 3, 3)],
+        ({0: B}, None),
+        [1],
+    ),
+    "reshape": (lambda x: x.reshape(-1, 64, 3, 4, 64), [(3, 64, 768)], ({0: B},), [1, 2]),
+    "reshape_add": (
+        lambda x, y: x.reshape(-1, 64, 3, 4, 64) + y,
+        [(3, 64, 768), (64,)],
+        ({0: B}, None),
+        [1, 2],
+    ),
     "max_pool": (lambda x: F.max_pool2d(x, 2), [(4, 6, 18, 18)], ({0: B},), [1, 40]),
     "mean": (lambda x: x.mean((2, 3)), [(4, 6, 13, 13)], ({0: B},), [1, 300]),
     "column_sum": (lambda x: x.sum(0), [(40, 213)], ({0: B},), [2, 700]),
@@ -130,6 +186,49 @@ def test_any_batch(name):
     for batch in [shapes[0][0], *(b[0] if isinstance(b, tuple) else b for b in batches)]:
         args = [randn(batch, *shapes[0][1:]), *(randn(*s) for s in shapes[1:])]
         torch.testing.assert_close(main(*args), fn(*args), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("conv")])
+def test_convolutions_have_a_nest_of_their_own(name):
+    """Each form of convolution is found, whatever its stride, dilation and groups."""
+    fn, shapes, dynamic, _ = CASES[name]
+    mod = fused(fn, tuple(randn(*s) for s in shapes), dynamic)
+    blocks = [
+        (func, cb.parse(func)) for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)
+    ]
+    found = [
+        conv_match.match(x, parsed, func.params)
+        for func, kept in blocks
+        if kept is not None
+        for parsed in [cb.inline(kept, func.params)]
+        for x in parsed
+    ]
+    assert sum(c is not None for c in found) == 1
+
+
+def test_16_bit_convolution():
+    """bfloat16 data and weights are summed in float32."""
+
+    def build(bb, x, w):
+        wide = bb.emit(relax.op.nn.conv2d(x, w, padding=1, strides=2, out_dtype="float32"))
+        return bb.emit(relax.op.astype(bb.emit(relax.op.nn.relu(wide)), "bfloat16"))
+
+    func = gemm.fused([((2, 5, 12, 21), "bfloat16"), ((9, 5, 3, 3), "bfloat16")], build)
+    x, w = randn(2, 5, 12, 21).bfloat16(), randn(9, 5, 3, 3).bfloat16()
+    out = torch.empty(2, 9, 6, 11, dtype=torch.bfloat16)
+    gemm.compiled(expand(cpu_rules.schedule(func, TARGET)))(x, w, out)
+    want = F.relu(F.conv2d(x.float(), w.float(), padding=1, stride=2)).bfloat16()
+    torch.testing.assert_close(out, want)
+
+
+def test_a_reshape_is_marked():
+    """The plan can tell a scheduled reshape from a kernel that moves data."""
+    shapes = {"reshape": True, "transpose": False}
+    for name, reshapes in shapes.items():
+        fn, sizes, dynamic, _ = CASES[name]
+        mod = fused(fn, tuple(randn(*s) for s in sizes), dynamic)
+        (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
+        assert bool(cpu_rules.schedule(func, TARGET).attrs.get(cpu_rules.RESHAPE)) == reshapes
 
 
 def test_softmax_with_symbolic_reduction():

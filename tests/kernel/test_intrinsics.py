@@ -110,6 +110,17 @@ def test_small_powers_are_products(power):
     np.testing.assert_allclose(apply(func, x), x.astype("float64") ** power, rtol=4e-7)
 
 
+def test_bfloat16_computes_in_float32():
+    """A bfloat16 erf is the float32 one rounded once, without calls into the C library."""
+    func = expand(mapping(tirx.erf, 1024, dtype="bfloat16"))
+    exe = tvm.compile(tvm.IRModule({"main": func}), TARGET)
+    assert "erff" not in exe.mod.inspect_source("asm")
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(4)).bfloat16()
+    out = torch.empty_like(x)
+    exe["main"](x, out)
+    torch.testing.assert_close(out, torch.erf(x.float()).bfloat16(), rtol=8e-3, atol=0)
+
+
 def test_half_precision_computes_in_float32():
     """A float16 tanh is the float32 one rounded once."""
     x = np.random.default_rng(8).standard_normal(1024).astype("float16")

@@ -26,7 +26,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         relax.transform.DeadCodeElimination(["main"]),
     ):
         mod = step(mod)
-    left = {b.value.op.name for b in _calls(mod) if not is_op(b.value, "call_tir")}
+    left = {_name(b.value) for b in _calls(mod) if not is_op(b.value, "call_tir")}
     if left:
         raise BuildError(
             f"TVM has no kernel for {', '.join(sorted(left))}; write the function without it, "
@@ -38,6 +38,12 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 def _calls(mod: tvm.IRModule) -> list[Any]:
     bindings = [b for block in mod["main"].body.blocks for b in block.bindings]
     return [b for b in bindings if isinstance(getattr(b.value, "op", None), tvm.ir.Op)]
+
+
+def _name(call: Any) -> str:
+    """Name what a call runs: the operator, or the packed function where it only calls one."""
+    packed = call.args[0] if is_op(call, "call_pure_packed") else None
+    return str(getattr(packed, "global_symbol", call.op.name))
 
 
 def fuse(mod: tvm.IRModule) -> tvm.IRModule:
