@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base.score import Latency
-from tvmcap.versions import source_hash, versions
+from tvmcap.versions import COMPILER, source_hash, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,7 +34,7 @@ def meta(**more: Any) -> dict[str, Any]:
         "versions": {**versions(), "torch": torch.__version__},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "source": source_hash(),
+        "source": source_hash(COMPILER),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **more,
     }

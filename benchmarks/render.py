@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tvmcap.versions import source_hash
+from tvmcap.versions import COMPILER, source_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -247,7 +247,7 @@ def main() -> int:
     old = []
     for path in options.documents or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
-        new = fill(text, options.results, source_hash())
+        new = fill(text, options.results, source_hash(COMPILER))
         if new != text:
             old.append(path)
             if not options.check:

@@ -36,7 +36,8 @@ With longer sums the rounding error passes twice that of a vendor's blocked prod
 def space(problem: Gemm, target: Any) -> list[Knobs]:
     """Return every setting that fits: 48 to 288."""
     whole = isinstance(problem.k, int) and problem.k <= DEPTHS[0]
-    depths = (0,) if whole else DEPTHS
+    deep = isinstance(problem.k, int) and problem.k >= 1024
+    depths = (0,) if whole else DEPTHS if deep else DEPTHS[:1]
     direct = (0, 1) if problem.layout == "kn" else (0,)
     points = itertools.product(tiles(target), (48, 192, 384), depths, (1, 4), "nm", direct)
     found = [

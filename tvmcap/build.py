@@ -171,7 +171,7 @@ def _report(compiled: Compiled, config: Config) -> None:
         logger.warning("not verified, this machine cannot run it: %s", compiled.foreign)
     notice = tuning_notice(compiled.manifest.coverage)
     if notice:
-        logger.warning("%s", notice)
+        logger.log(logging.WARNING if "tvmcap tune" in notice else logging.INFO, "%s", notice)
 
 
 def _identity(

@@ -27,12 +27,20 @@ def _version(name: str) -> str | None:
         return None
 
 
+#: Folders whose code decides what a library computes and how fast.
+COMPILER = ("capture", "graph", "kernel", "library", "runtime", "schedules")
+
+
 @functools.cache
-def source_hash() -> str:
-    """Hash of tvmcap's own source; the compile cache keeps libraries of other code apart."""
+def source_hash(folders: tuple[str, ...] = ()) -> str:
+    """Hash of tvmcap's own source, all of it or some folders of the package.
+
+    The compile cache keeps libraries of other code apart by it; results on record name it.
+    """
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted([*root.rglob("*.py"), *(root / "schedules").glob("*.py")]):
+    paths = [p for folder in folders for p in (root / folder).rglob("*.py")]
+    for path in sorted(paths or [*root.rglob("*.py"), *(root / "schedules").glob("*.py")]):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

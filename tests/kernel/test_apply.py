@@ -88,22 +88,28 @@ def test_without_records_the_default(module) -> None:
     tvm.ir.assert_structural_equal(done["main"], module["main"])
 
 
-def test_one_record_decides_for_every_size(module, task, settings) -> None:
-    _, (served,) = scheduled(module, [record(task, 16, 3.0, settings[1])])
+def test_one_record_decides_around_its_size_and_the_default_elsewhere(
+    module, task, settings
+) -> None:
+    mine = next(k for k in settings if k != task.template.default(task.problem, TARGET))
+    default = task.template.knobs_to_json(task.template.default(task.problem, TARGET))
+    done, (served,) = scheduled(module, [record(task, 16, 3.0, mine)])
     assert served.tuned and served.reason == ""
-    assert served.ranges == {"any": task.template.knobs_to_json(settings[1])}
+    wanted = {"<=4": default, "<=45": task.template.knobs_to_json(mine), "any": default}
+    assert served.ranges == wanted  # geometric means of 1, 16, 128
     assert list(served.records) == ["rows=16"] and "3.0 us" in served.records["rows=16"]
+    check(done, (1, 4, 5, 40, 45, 46))
 
 
-def test_records_at_two_sizes_meet_at_their_geometric_mean(module, task, settings) -> None:
-    made = [record(task, 4, 1.0, settings[0]), record(task, 64, 9.0, settings[2])]
+def test_the_order_of_records_does_not_matter(module, task, settings) -> None:
+    made = [record(task, n, 1.0, settings[k]) for n, k in ((1, 0), (16, 0), (128, 2), (512, 2))]
     for order in (made, made[::-1]):
         done, coverage = scheduled(module, order)
-        assert ranges(coverage) == ["<=16", "any"]
+        assert ranges(coverage) == ["<=45", "any"]
         assert coverage[0].ranges["any"] == task.template.knobs_to_json(settings[2])
-    names = [g.name_hint for g in done.functions if g.name_hint.endswith("_upto16")]
+    names = [g.name_hint for g in done.functions if g.name_hint.endswith("_upto45")]
     assert len(names) == 1
-    check(done, (1, 16, 17, 40))
+    check(done, (1, 16, 45, 46, 50))
 
 
 def test_equal_neighbours_share_a_kernel(module, task, settings) -> None:
@@ -123,16 +129,17 @@ def test_no_more_variants_than_pay(module, task, settings) -> None:
     assert len(kernels) == apply.MAX_VARIANTS
 
 
-def test_a_static_size_takes_its_own_record_else_the_nearest(settings) -> None:
+def test_a_static_size_takes_its_own_record_else_a_near_one_else_the_default(settings) -> None:
     mod = fused(mlp((8, 48), rows=20))
     (task,) = tasks.extract(mod, TARGET, spaces.find)
+    default = task.template.default(task.problem, TARGET)
     far, near, exact = (
         record(task, n, 1.0, k) for n, k in zip((500, 16, 20), settings, strict=True)
     )
     for records, wanted in (
         ([far, near], settings[1]),
         ([far, near, exact], settings[2]),
-        ([far], settings[0]),
+        ([far], default),
     ):
         _, (served,) = scheduled(mod, records)
         assert served.ranges == {"any": task.template.knobs_to_json(wanted)}

@@ -44,6 +44,17 @@ class Dim:
             )
 
 
+#: Options whose names are fixed and whose passes do not exist yet: only the default is accepted.
+_RESERVED: dict[str, Any] = {
+    "quantize": None,
+    "calibration": None,
+    "backward": False,
+    "memory_budget": 1.0,
+    "allow_tf32": False,
+    "rpc": None,
+}
+
+
 @dataclass(frozen=True)
 class Config:
     """Options of ``build``, ``tune`` and ``load``.
@@ -55,13 +66,12 @@ class Config:
     constants: names of arguments frozen into the library at their example values.
     tune: ``"cached"`` (use records), ``"none"`` (rules alone) or a number of trials to run first.
     budget_s: seconds that tuning may take in all; None for no limit.
-    quantize, calibration, backward, memory_budget: reserved for the passes of those names.
+    quantize, calibration, backward, memory_budget, allow_tf32, rpc: reserved; refused until there is something behind
+        them.
     disable: names of passes to leave out (``tvmcap.pipeline`` holds the list).
-    allow_tf32: float32 matmuls may use tf32 tensor cores.
     verify: compare the library with a higher-precision reference after building.
     seed: seed of every random choice.
     workers: processes that compile candidates.
-    rpc: ``"HOST:PORT"`` of an RPC tracker that measures.
     log_dir: folder of tuning records to read first and write to.
     cache_dir: folder of the compile cache; None for the user's cache folder.
     dump: folder that receives the IR after each pass.
@@ -105,8 +115,11 @@ class Config:
             raise ConfigError(
                 f"budget_s={self.budget_s}: give a positive number of seconds, or None"
             )
-        if not 0.0 <= self.memory_budget <= 1.0:
-            raise ConfigError(f"memory_budget={self.memory_budget}: give a number from 0 to 1")
+        for name, default in _RESERVED.items():
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: this version of tvmcap cannot do that yet; leave {name} out"
+                )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers={self.workers}: give at least 1")
 

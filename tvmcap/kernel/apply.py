@@ -118,22 +118,18 @@ def _sizes_text(record: Record) -> str:
 def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[int | None, Any]]:
     """Knobs by range of rows: each tuned size rules up to the geometric mean with the next.
 
-    Equal neighbours merge.
+    A representative size without a record keeps the default, and equal neighbours merge.
     """
-    template = task.template
-    if not records:
-        return _defaults(task, target)
-    ordered = sorted(records, key=lambda r: r.sizes.get("rows", 0))
+    defaults = _defaults(task, target)
+    tuned = {r.sizes["rows"]: task.template.knobs_from_json(r.candidate) for r in records}
     if isinstance(task.problem.rows, int):
-        exact = [r for r in ordered if r.sizes.get("rows") == task.problem.rows]
-        near = min(
-            ordered,
-            key=lambda r: abs(math.log((r.sizes.get("rows", 1) + 1) / (task.problem.rows + 1))),
-        )
-        return [(None, template.knobs_from_json((exact or [near])[0].candidate))]
-    steps = [(r.sizes["rows"], template.knobs_from_json(r.candidate)) for r in ordered]
+        return [(None, _nearest(tuned, task.problem.rows) or defaults[0][1])]
+    if not tuned:
+        return defaults
+    steps = {task.record_sizes(sizes)["rows"]: None for sizes in task.sizes()}
+    steps = {n: next(k for b, k in defaults if b is None or n <= b) for n in steps} | tuned
     merged: list[tuple[int, int, Any]] = []  # (smallest rows, largest rows, knobs)
-    for rows, knobs in steps:
+    for rows, knobs in sorted(steps.items()):
         if merged and merged[-1][2] == knobs:
             merged[-1] = (merged[-1][0], rows, knobs)
         else:
@@ -144,6 +140,12 @@ def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[
         merged[i : i + 2] = [(merged[i][0], merged[i + 1][1], merged[i + 1][2])]
     bounds = [int(math.sqrt(a[1] * b[0])) for a, b in itertools.pairwise(merged)]
     return [*zip(bounds, [m[2] for m in merged], strict=False), (None, merged[-1][2])]
+
+
+def _nearest(tuned: dict[int, Any], rows: int) -> Any:
+    """Return the knobs tuned at the size nearest to ``rows``, no further than a factor of four."""
+    near = min(tuned, key=lambda n: abs(math.log(n / rows)), default=None) if rows else None
+    return tuned[near] if near is not None and rows / 4 <= near <= 4 * rows else None
 
 
 def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
