@@ -45,9 +45,8 @@ def bound(name: str, value: Expr, body: Callable[[Expr], Stmt]) -> Stmt:
     """Return ``name = value`` followed by ``body(name)``; a constant is passed on as it is.
 
     The value goes through a cell of memory, which LLVM turns back into a register: TVM's simplifier
-        substitutes
-    bound variables by their values everywhere, and a kernel of some thousand index expressions then
-    takes half a minute to lower.
+    substitutes bound variables by their values everywhere, and a kernel of some thousand index
+    expressions then takes half a minute to lower.
     """
     if isinstance(value, tirx.IntImm):
         return body(value)
@@ -128,8 +127,7 @@ def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
     """Return a buffer of the running thread and its allocation.
 
     It is used through a view: TVM's CompactBufferAllocation unites the regions of all accesses of
-        what it can see
-    allocated, which takes seconds for a kernel of a few hundred accesses.
+    what it can see allocated, which takes seconds for a kernel of a few hundred accesses.
     """
     size = const(size) if isinstance(size, int) else size
     memory = tirx.decl_buffer((size,), dtype, f"{name}_memory")
@@ -140,8 +138,8 @@ def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
 class Registers:
     """Vectors that LLVM keeps in registers: a few buffers on the stack, indexed by constants.
 
-    Their elements are float32: where vectors are elements, TVM's StorageRewrite lets buffers of both
-    kinds share memory and then fails.
+    Their elements are float32: where vectors are elements, TVM's StorageRewrite lets buffers of
+    both kinds share memory and then fails.
     """
 
     def __init__(self, count: int, lanes: int, name: str) -> None:

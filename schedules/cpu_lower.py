@@ -46,7 +46,6 @@ class _Nest:
         self.tiles: Tiles
 
     # --- tasks
-    # -------------------------------------------------------------------------------------------
 
     def body(self) -> Any:
         """Return the whole computation: views of the parameters, then tasks in parallel."""
@@ -135,7 +134,6 @@ class _Nest:
         )
 
     # --- where B comes from
-    # ------------------------------------------------------------------------------
 
     def source(self, batch: Any, panel: Any, row: Any, left: Any, k0: Any, tile: Any) -> Any:
         """Return one block of K: B's panel as it lies, or copied by the thread first."""
@@ -177,7 +175,6 @@ class _Nest:
         return copy(view, start, steps, n - column, packed, self.vl, self.nr)
 
     # --- the epilogue
-    # ------------------------------------------------------------------------------------
 
     def epilogue(self, batch: Any, panel: Any, row: Any, left: Any, tile: Any) -> Any:
         """Return the stores of the finished rows, in vectors; columns past N are not stored."""
@@ -234,7 +231,6 @@ class _Nest:
         return b.seq(*binds, *(tirx.BufferStore(self.views[out], x, [spot]) for out, x in values))
 
     # --- small things
-    # ------------------------------------------------------------------------------------
 
     def _is_whole(self, buffer: Any) -> bool:
         shape = self.p.fused.epilogue.anchor.shape

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tvm_ffi
 from torch import nn
 
 import tvmcap
@@ -107,23 +108,17 @@ def test_block(blocks: Any, form: str, dtype: torch.dtype) -> None:
     assert len(lib.executor.kernel_launches(values(3, 32, dtype=dtype), w, b)) == 1
 
 
-def test_numpy_in_numpy_out(blocks: Any) -> None:
+@pytest.mark.parametrize(
+    ("convert", "kind"),
+    [(torch.Tensor.numpy, np.ndarray), (tvm_ffi.from_dlpack, tvm_ffi.Tensor)],
+    ids=["numpy", "dlpack"],
+)
+def test_the_kind_that_goes_in_comes_out(blocks: Any, convert: Any, kind: type) -> None:
     fn, lib = blocks("tanh", torch.float32)
     w, b = weights()
     x = values(6, 32)
-    got = lib(x.numpy(), w.numpy(), b.numpy())
-    assert isinstance(got, np.ndarray)
-    close(torch.from_numpy(got), fn, x, w, b)
-
-
-def test_dlpack_in_dlpack_out(blocks: Any) -> None:
-    import tvm_ffi
-
-    fn, lib = blocks("tanh", torch.float32)
-    w, b = weights()
-    x = values(6, 32)
-    got = lib(*(tvm_ffi.from_dlpack(t) for t in (x, w, b)))
-    assert isinstance(got, tvm_ffi.Tensor)
+    got = lib(*map(convert, (x, w, b)))
+    assert isinstance(got, kind)
     close(torch.from_dlpack(got), fn, x, w, b)
 
 

@@ -23,7 +23,7 @@ from tvmcap.base.errors import TvmcapError
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.capture.export import Captured, capture
 from tvmcap.kernel import fallback
-from tvmcap.kernel.records import open_stores
+from tvmcap.kernel.stores import open_stores
 from tvmcap.library import lower
 from tvmcap.verify.check import Subject, check_set, example_leaves
 from tvmcap.verify.cut import Cut, Operator

@@ -17,7 +17,7 @@ from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLi
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import capture, fingerprint
 from tvmcap.compiled import Compiled
-from tvmcap.kernel.records import open_stores
+from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.loader import configure_threads

@@ -8,8 +8,8 @@ from typing import Any
 
 from tvmcap.base.config import Config, make_config
 from tvmcap.kernel import spaces, tasks
-from tvmcap.kernel.records import open_stores
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun
+from tvmcap.kernel.stores import open_stores
 from tvmcap.kernel.tuner import DEFAULT_TRIALS, Run
 
 

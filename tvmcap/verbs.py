@@ -143,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Count the tuning records of a folder, and list the best of each task."""
     from tvmcap.base.codegen import make_target
-    from tvmcap.kernel.records import RecordStore, Stores, open_stores
+    from tvmcap.kernel.records import RecordStore
+    from tvmcap.kernel.stores import Stores, open_stores
     from tvmcap.view.records import record_rows, records_view
 
     target = make_target(args.target)

@@ -117,7 +117,9 @@ def test_a_flipped_bit_anywhere_is_damage(library: Path) -> None:
     assert read_manifest(library) == FULL
 
 
-@pytest.mark.parametrize("extra", [b"\0", b"more bytes", os.urandom(FOOTER), os.urandom(5000)])
+@pytest.mark.parametrize(
+    "extra", [b"\0", b"more bytes", os.urandom(FOOTER), os.urandom(5000)], ids=len
+)
 def test_appended_bytes_are_damage(library: Path, extra: bytes) -> None:
     with open(library, "ab") as file:
         file.write(extra)

@@ -168,6 +168,24 @@ def test_extremes_and_where_they_first_stand(dtype):
     check(together(EXTREMES), (x,))
 
 
+ORDER = {
+    "sort": lambda x: (*x.sort(-1), x.sort(0, descending=True)[0]),
+    "stable": lambda x: x.sort(dim=-1, stable=True, descending=True),
+    "argsort": lambda x: x.argsort(1),
+    "topk": lambda x: (*x.topk(3, -1), *x.topk(2, 0, largest=False)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_sorting(dtype):
+    x = torch.randperm(48).view(6, 8).to(dtype)  # all different, also in bfloat16
+    x = x - 20
+    if dtype.is_floating_point:
+        x[0, 3] = x[4, 3] = float("nan")
+        x[5, 2] = -float("inf")
+    check(together(ORDER), (x,))
+
+
 def test_integers():
     check(together(INTEGER), (torch.randint(-5, 9, (4, 8)),))
 

@@ -140,6 +140,7 @@ CASES = {
         [1],
     ),
     "reshape": (lambda x: x.reshape(-1, 64, 3, 4, 64), [(3, 64, 768)], ({0: B},), [1, 2]),
+    "roll": (lambda x: x.roll(1, 0) * 2, [(3, 40, 300)], ({0: B},), [1, 5]),
     "reshape_add": (
         lambda x, y: x.reshape(-1, 64, 3, 4, 64) + y,
         [(3, 64, 768), (64,)],

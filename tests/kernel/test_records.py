@@ -15,7 +15,8 @@ from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError
 from tvmcap.kernel import database, tasks
 from tvmcap.kernel.fingerprint import fingerprint, same_target, tvm_version
-from tvmcap.kernel.records import Record, RecordStore, TaskKey, open_stores
+from tvmcap.kernel.records import Record, RecordStore, TaskKey
+from tvmcap.kernel.stores import open_stores
 
 KEY = TaskKey("template", "w0", "fake", "h0")
 

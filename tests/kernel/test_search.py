@@ -14,7 +14,7 @@ from tvmcap.kernel import measure, search, tasks
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement
-from tvmcap.kernel.records import open_stores
+from tvmcap.kernel.stores import open_stores
 
 TARGET = fake.target()
 MANY = tuple(fake.Knobs(tile) for tile in range(1, 41))

@@ -73,6 +73,39 @@ def test_linear_argument(n):
         )
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+def test_16_bit_arguments(layout, dtype):
+    """Panels of a 16-bit weight are copied to float32 once, squares of them in registers."""
+    torch = pytest.importorskip("torch")
+    n, k = 100, 50
+    shape = (n, k) if layout == "nk" else (k, n)
+    func = fused(
+        [((7, k), dtype), (shape, dtype)],
+        lambda bb, x, w: linear(bb, x, w) if layout == "nk" else bb.emit(relax.op.matmul(x, w)),
+    )
+    lowered = lower(func)
+    assert ("T.Shuffle" in lowered.script()) == (layout == "nk")
+    x, w = (torch.from_numpy(random(*s)).to(getattr(torch, dtype)) for s in ((7, k), shape))
+    out = torch.empty(7, n, dtype=x.dtype)
+    compiled(lowered)(x, w, out)
+    want = x.float() @ (w.float().T if layout == "nk" else w.float())
+    torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=1e-2)
+
+
+def test_every_remainder_of_rows():
+    """What full tiles leave is done in tiles of 4, 2 and 1 rows."""
+    rows = tirx.Var("B", "int64")
+    func = fused(
+        [((rows, 33), "float32"), ((33, 70), "float32")],
+        lambda bb, x, w: bb.emit(relax.op.matmul(x, w)),
+    )
+    kernel, w = compiled(lower(func, mr=14, nv=2, direct=14)), random(33, 70)
+    for m in range(30):
+        x = random(m, 33)
+        np.testing.assert_allclose(run(kernel, [x, w], (m, 70)), x @ w, atol=1e-5, rtol=1e-5)
+
+
 def test_batched_with_symbolic_everything():
     """Attention's products: leading dimensions on both sides, all sizes symbolic."""
     batch, t = tirx.Var("B", "int64"), tirx.Var("T", "int64")

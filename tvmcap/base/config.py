@@ -66,8 +66,8 @@ class Config:
     constants: names of arguments frozen into the library at their example values.
     tune: ``"cached"`` (use records), ``"none"`` (rules alone) or a number of trials to run first.
     budget_s: seconds that tuning may take in all; None for no limit.
-    quantize, calibration, backward, memory_budget, allow_tf32, rpc: reserved; refused until there is something behind
-        them.
+    quantize, calibration, backward, memory_budget, allow_tf32, rpc: reserved; refused until there
+        is something behind them.
     disable: names of passes to leave out (``tvmcap.pipeline`` holds the list).
     verify: compare the library with a higher-precision reference after building.
     seed: seed of every random choice.
@@ -118,7 +118,8 @@ class Config:
         for name, default in _RESERVED.items():
             if getattr(self, name) != default:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: this version of tvmcap cannot do that yet; leave {name} out"
+                    f"{name}={getattr(self, name)!r}: this version of tvmcap cannot do that yet; "
+                    f"leave {name} out"
                 )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers={self.workers}: give at least 1")

@@ -1,4 +1,4 @@
-"""Converters for reductions that TVM's importer lacks or gets wrong."""
+"""Converters for reductions and sorting that TVM's importer lacks or gets wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 from torch import fx
 from tvm import relax
 
-from tvmcap.capture.emitting import Converter, arguments_of, cast, dtype_of, emit, out_dtype
+from tvmcap.capture.emitting import (
+    HALF,
+    Converter,
+    arguments_of,
+    cast,
+    dtype_of,
+    emit,
+    out_dtype,
+)
 
 
 def _reduction(op: Callable[..., relax.Expr]) -> Converter:
@@ -102,6 +110,46 @@ def _variance_and_mean(node: fx.Node, importer: Any) -> Any:
     return [_variance(node, importer), mean]
 
 
+def _sort(node: fx.Node, importer: Any) -> Any:
+    """Sorted values and where they stood; equal ones keep their order."""
+    a = arguments_of(node, importer)
+    return _with_values(importer, a, _order(importer, a))
+
+
+def _argsort(node: fx.Node, importer: Any) -> Any:
+    return _order(importer, arguments_of(node, importer))
+
+
+def _order(importer: Any, a: dict[str, Any]) -> Any:
+    x = _sortable(importer, a["self"])
+    return emit(importer, relax.op.argsort(x, a["dim"], bool(a["descending"]), dtype="int64"))
+
+
+def _topk(node: fx.Node, importer: Any) -> Any:
+    a = arguments_of(node, importer)
+    x, largest = _sortable(importer, a["self"]), bool(a["largest"])
+    order = relax.op.topk(x, int(a["k"]), a["dim"], "indices", largest, dtype="int64")
+    return _with_values(importer, a, emit(importer, order))
+
+
+def _with_values(importer: Any, a: dict[str, Any], order: Any) -> Any:
+    values = emit(importer, relax.op.gather_elements(a["self"], order, axis=a["dim"]))
+    return emit(importer, relax.Tuple([values, order]))
+
+
+def _sortable(importer: Any, x: relax.Expr) -> Any:
+    """Return keys of ``x`` for TVM's sort.
+
+    It takes the bits of bfloat16 for those of float16, and has no place for NaN, which torch counts
+    as the greatest.
+    """
+    if "float" not in dtype_of(x):
+        return x
+    x = cast(importer, x, "float32") if dtype_of(x) in HALF else x
+    top = relax.const(float("inf"), dtype_of(x))
+    return emit(importer, relax.op.where(emit(importer, relax.op.isnan(x)), top, x))
+
+
 REDUCTIONS: dict[str, Converter] = {
     "var.correction": _variance,
     "var_mean.correction": _variance_and_mean,
@@ -113,4 +161,8 @@ REDUCTIONS: dict[str, Converter] = {
     "argmin.default": _position(relax.op.min),
     "prod.dim_int": _reduction(relax.op.prod),
     "logsumexp.default": _logsumexp,
+    "sort.default": _sort,
+    "sort.stable": _sort,
+    "argsort.default": _argsort,
+    "topk.default": _topk,
 }

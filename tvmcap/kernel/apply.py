@@ -21,7 +21,7 @@ MAX_VARIANTS = 3
 """Kernels of one task that share the range of a dynamic dimension; more do not pay."""
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
-"""The best record of a task at each size that was tuned (``records.Stores.best_by_size``)."""
+"""The best record of a task at each size that was tuned (``stores.Stores.best_by_size``)."""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def inline(blocks: Sequence[Block], params: Sequence[Any]) -> list[Block]:
     """Return the blocks with elementwise producers moved into their consumers.
 
     Kept: outputs, padding (its guard would sit in an inner loop), and costly values that several
-        blocks read.
+    blocks read.
     """
     kept = list(blocks)
     for buffer in [

@@ -81,7 +81,6 @@ class _Rule:
         return self._rows(depth) if depth else self._separate()
 
     # --- row-wise functions
-    # ------------------------------------------------------------------------------
 
     def _row_depth(self) -> int:
         """Return how many leading dimensions are rows; 0 where the function is not row-wise."""
@@ -131,7 +130,6 @@ class _Rule:
         return parallel(list(extents), work, row)
 
     # --- block after block
-    # -------------------------------------------------------------------------------
 
     def _separate(self) -> Any:
         convs = {
@@ -145,11 +143,14 @@ class _Rule:
             for x in self.inner
             if not any(x is p for p in padding)
         }
+        used: dict[Any, Any] = {}  # what finishing in registers leaves out is never allocated
 
         def place(buffer: Any, index: list[Any]) -> tuple[Any, list[Any]]:
-            return whole[buffer] if buffer in whole else self.renamed[buffer], index
+            if buffer not in whole:
+                return self.renamed[buffer], index
+            return used.setdefault(buffer, whole[buffer]), index
 
-        stmts = [tirx.AllocBuffer(buffer) for buffer in whole.values()]
+        stmts: list[Any] = []
         skip: Block | None = None
         for block, follower in zip(self.blocks, [*self.blocks[1:], None], strict=True):
             if block is skip or any(block is p for p in padding):
@@ -160,7 +161,7 @@ class _Rule:
                 stmts.append(nest.body(self._store(block, skip, place), parallel))
             else:
                 stmts.append(self._alone(block, skip, place))
-        return b.seq(*stmts)
+        return b.seq(*map(tirx.AllocBuffer, used.values()), *stmts)
 
     def _finishes(self, block: Block, follower: Block) -> bool:
         """Whether ``follower`` is all that becomes of a reduction, element by element."""
@@ -207,7 +208,6 @@ class _Rule:
         return parallel([*(e for _, e in axes), b.ceildiv(size, count)], work_of(block), group)
 
     # --- shared
-    # ------------------------------------------------------------------------------------------
 
     def _block(
         self,

@@ -1,9 +1,8 @@
 """What a fused PrimFunc does around its one reduction, read off its blocks.
 
 FuseTIR leaves one block an operator: the reduction (the anchor) and then elementwise blocks, each
-    through a buffer.
-``read`` follows those buffers and gives the expression of every output as a function of the
-anchor's value.
+through a buffer. ``read`` follows those buffers and gives the expression of every output as a
+function of the anchor's value.
 """
 
 from __future__ import annotations

@@ -83,22 +83,12 @@ _LOG = (
 
 
 def expand(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return ``func`` with float elementary functions written out, 16-bit ones in float32.
+    """Return ``func`` with elementary functions written out, 16-bit ones in float32.
 
-    ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does. Values that
-    a form uses more than once are kept in cells.
+    ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does.
     """
     forms = ((tvm.ir.Call, _rewrite), (tirx.Max, _max), (tirx.Min, _min))
     return func.with_body(settle(tvm_ffi.structural_map(func.body, forms)))
-
-
-def expand_module(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures that PrimFuncs call no float function that LLVM would leave to the C library."""
-    for name, func in mod.functions_items():
-        if isinstance(func, tirx.PrimFunc):
-            mod = mod.clone()
-            mod.update_func(name, expand(func))
-    return mod
 
 
 def _rewrite(call: Any) -> Expr:
@@ -106,11 +96,10 @@ def _rewrite(call: Any) -> Expr:
     dtype = str(call.ty)
     if form is None or dtype not in ("float32", *_HALF):
         return call
-    args = [a if dtype == "float32" else tirx.Cast("float32", a) for a in call.args]
-    result = form(*args)
-    if result is None:
-        return call
-    return result if dtype == "float32" else tirx.Cast(dtype, result)
+    result = form(*(a if dtype == "float32" else tirx.Cast("float32", a) for a in call.args))
+    if result is None or dtype == "float32":
+        return call if result is None else result
+    return tirx.Cast(dtype, result)
 
 
 def _max(node: Any) -> Expr:
@@ -126,8 +115,8 @@ def _extreme(node: Any, wins: Callable[[Expr, Expr], Expr]) -> Expr:
     a, b = (node.b, node.a) if isinstance(node.a, tirx.FloatImm) else (node.a, node.b)
     dtype = str(node.ty)
     if dtype == "bfloat16":
-        wide = type(node)(tirx.Cast("float32", a), tirx.Cast("float32", b))
-        return tirx.Cast(dtype, _extreme(wide, wins))
+        wide = [tirx.Cast("float32", x) for x in (a, b)]
+        return tirx.Cast(dtype, _extreme(type(node)(*wide), wins))
     if not dtype.startswith("float"):
         return node
     if isinstance(b, tirx.FloatImm):

@@ -13,8 +13,9 @@ from tvm.s_tir import meta_schedule as ms
 from tvmcap.kernel.database import add_to_database, plain_json
 from tvmcap.kernel.features import copy_func, new_schedule
 from tvmcap.kernel.measure import Candidate
-from tvmcap.kernel.records import Record, Stores, canonical
+from tvmcap.kernel.records import Record, canonical
 from tvmcap.kernel.search import Proposal, Session, new_context
+from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
 
 _POPULATION = 128

@@ -1,9 +1,8 @@
 """Tuning records: one checksummed JSON line a measurement, appended safely, read line by line.
 
 A line stands alone: it holds what was measured, on what, with which software, and how it went, so
-    that stores can be merged by concatenation and read by anything. A line that cannot be read is
-    counted and left where it is; a record of another target, TVM version or template source is
-    kept, counted and not used.
+that files can be merged by concatenation and read by anything. A line that cannot be read is
+counted and left where it is.
 """
 
 from __future__ import annotations
@@ -12,17 +11,14 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError
-from tvmcap.kernel.fingerprint import fingerprint, same_target, tvm_version
 
 log = logging.getLogger("tvmcap")
 
@@ -198,116 +194,3 @@ class RecordStore:
                 "give log_dir= a folder you can write"
             ) from e
         self.refresh()
-
-
-@dataclass(frozen=True)
-class Stores:
-    """Stores to read from, best first, and the one to write to."""
-
-    stores: tuple[RecordStore, ...]
-    writer: RecordStore
-
-    def append(self, records: Iterable[Record]) -> None:
-        """Append to the store that is written to."""
-        self.writer.append(records)
-
-    def usable(self, target: Any, key: TaskKey | None = None) -> list[Record]:
-        """List records made for this target by this TVM (of one task), failures too."""
-        mine = fingerprint(target)
-        return [
-            record
-            for store in self.stores
-            for record in store.records
-            if (key is None or record.key == key)
-            and record.tvm == tvm_version()
-            and same_target(record.target, mine)
-        ]
-
-    def history(
-        self, key: TaskKey, target: Any, sizes: Mapping[str, int] | None = None
-    ) -> list[Record]:
-        """List the usable records of a task, at given sizes or at all, as they were written."""
-        return [r for r in self.usable(target, key) if sizes is None or r.sizes == dict(sizes)]
-
-    def best(self, key: TaskKey, sizes: Mapping[str, int], target: Any) -> Record | None:
-        """Return the fastest candidate at these sizes; of two timings the later counts."""
-        latest: dict[str, Record] = {}
-        for store in reversed(self.stores):
-            for record in store.records:
-                if record.key == key and record.sizes == dict(sizes):
-                    latest[record.candidate] = record
-        usable = set(map(id, self.history(key, target, sizes)))
-        good = [
-            r
-            for r in latest.values()
-            if id(r) in usable and r.error is None and r.median_us is not None
-        ]
-        return min(good, key=lambda r: r.median_us or 0.0, default=None)
-
-    def best_by_size(self, key: TaskKey, target: Any) -> list[Record]:
-        """Return the best record at every size measured, smallest sizes first.
-
-        Sizes at which the rule's own kernel (recorded with an empty trace) is the best have none.
-        """
-        sizes = {canonical(r.sizes): r.sizes for r in self.history(key, target)}
-        found = [self.best(key, size, target) for size in sizes.values()]
-        tuned = [r for r in found if r is not None and r.trace != []]
-        return sorted(tuned, key=lambda r: sorted(r.sizes.items()))
-
-    def stats(
-        self, target: Any, template_hashes: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
-        """Count records by status and failures by cause.
-
-        Statuses: ok, failed, other_target, other_tvm, stale_template (source hash differs from
-            ``template_hashes``), bad_lines.
-        """
-        mine, status, causes = fingerprint(target), Counter[str](), Counter[str]()
-        for record in (r for store in self.stores for r in store.records):
-            name = _status(record, mine, template_hashes or {})
-            status[name] += 1
-            if name == "failed" and record.error is not None:
-                causes[record.error["cause"]] += 1
-        status["bad_lines"] = sum(store.bad_lines for store in self.stores)
-        return {"status": dict(status), "causes": dict(causes)}
-
-
-def _status(record: Record, mine: Mapping[str, Any], hashes: Mapping[str, str]) -> str:
-    if not same_target(record.target, mine):
-        return "other_target"
-    if record.tvm != tvm_version():
-        return "other_tvm"
-    if (
-        record.template is not None
-        and hashes.get(record.template, record.template_hash) != record.template_hash
-    ):
-        return "stale_template"
-    return "ok" if record.error is None else "failed"
-
-
-def folders(config: Config, kind: str) -> tuple[Sequence[Path], Path]:
-    """Return the folders to read, in order, and the one to write, for targets of one kind."""
-    from platformdirs import user_data_path
-
-    user = user_data_path("tvmcap") / "tuning_logs" / kind
-    shipped = Path(__file__).parent.parent / "tuning_logs" / kind
-    mine = [Path(config.log_dir).expanduser()] if config.log_dir else []
-    return [*mine, user, shipped], (mine or [user])[0]
-
-
-def open_stores(config: Config, target: Any) -> Stores:
-    """Open ``log_dir``, the user's folder and the shipped logs; write to the first there is.
-
-    Records of other targets in these folders are kept and skipped. Nothing is created until the
-    first append.
-    """
-    read, write = folders(config, target.kind.name)
-    stores = {folder: RecordStore(folder) for folder in dict.fromkeys([*read, write])}
-    for folder, store in stores.items():
-        if store.bad_lines:
-            log.warning(
-                "%s: %d lines are no records; kept and not used",
-                folder / FILE_NAME,
-                store.bad_lines,
-            )
-    return Stores(tuple(stores.values()), stores[write])

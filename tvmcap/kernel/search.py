@@ -27,7 +27,8 @@ from tvmcap.kernel.cost_model import KnobCostModel, RankModel, group_name
 from tvmcap.kernel.features import annotate, read_knobs, template_features
 from tvmcap.kernel.fingerprint import fingerprint, tvm_version
 from tvmcap.kernel.measure import Candidate, Measurement, Workload
-from tvmcap.kernel.records import Record, Stores, canonical
+from tvmcap.kernel.records import Record, canonical
+from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
 from tvmcap.kernel.traces import apply_trace as apply_trace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,13 +187,8 @@ def _as_int(extent: Any) -> Any:
 def work(task: Task, sizes: Mapping[str, int]) -> tuple[float, float]:
     """Estimate floating-point operations and bytes of arguments of one call."""
     specs = argument_specs(task.func, task.vars, sizes)
-    nbytes = 0.0
-    for spec in specs:
-        if "shape" in spec:
-            elements = 1
-            for extent in spec["shape"]:
-                elements *= extent
-            nbytes += elements * tvm.DataType(spec["dtype"]).itemsize
+    sizes_of = ((math.prod(s["shape"]), tvm.DataType(s["dtype"])) for s in specs if "shape" in s)
+    nbytes = float(sum(elements * dtype.itemsize for elements, dtype in sizes_of))
     func = bind(task, sizes)
     flops = float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
     return flops, nbytes

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
 from tvmcap.kernel import fallback, tasks
 from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel.interrupt import interruptible
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
-from tvmcap.kernel.records import Record, Stores
+from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun
 from tvmcap.kernel.search import Proposal, Session, TemplateSession
+from tvmcap.kernel.stores import Stores
 
 logger = logging.getLogger("tvmcap")
 
@@ -83,7 +81,7 @@ class Run:
         if self.progress is not None:
             self.progress.start(self.limit)
         try:
-            with _interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
+            with interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
                 self.entries = self._open(found, sizes)
                 while (entry := self._next()) is not None:
                     self._batch(measurer, entry)
@@ -260,30 +258,6 @@ class Run:
             curve=tuple(self.curve),
             stopped=self.stopped,
         )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Make Ctrl-C end in KeyboardInterrupt, also where TVM turns it into another error."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    except Exception as e:
-        if pressed:
-            raise KeyboardInterrupt from e
-        raise
-    finally:
-        signal.signal(signal.SIGINT, previous or signal.default_int_handler)
 
 
 def _latest(session: Session) -> dict[str, Record]:

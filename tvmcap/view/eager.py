@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,35 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tvmcap.base.score import KernelScore
+from tvmcap.view.traffic import Moved
 
 #: Operators that launch nothing though their schema shows no alias.
 _FREE = ("_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")
 
 
-@dataclass
-class EagerTraffic:
-    """One row an operator that runs a kernel; bytes of weights apart from activations."""
-
-    kernels: list[KernelScore] = field(default_factory=list)
-    weight_reads: int = 0
-    activations: int = 0
-    outputs: int = 0
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Everything the operators read and write."""
-        return self.weight_reads + self.activations
-
-    @property
-    def ratio(self) -> float:
-        """Bytes of activations moved over the bytes of the outputs."""
-        return self.activations / self.outputs if self.outputs else 0.0
-
-
 class _Counter(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
-        self.weights, self.traffic = weights, EagerTraffic()
+        self.weights, self.traffic = weights, Moved()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,7 +41,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[misc]
         self.traffic.kernels.append(KernelScore(name, sum(map(_bytes, reads)), written, "eager"))
 
 
-def count_eager(call: Callable[[], Any], weights: Iterable[torch.Tensor] = ()) -> EagerTraffic:
+def count_eager(call: Callable[[], Any], weights: Iterable[torch.Tensor] = ()) -> Moved:
     """Run ``call`` once and count; tensors that share storage with ``weights`` count as weights.
 
     An operator counts as one kernel, though some (a convolution, say) may launch more.

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tvmcap.kernel.records import Stores
+from tvmcap.kernel.stores import Stores
 from tvmcap.view.report import dict_table
 
 

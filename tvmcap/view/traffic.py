@@ -25,25 +25,19 @@ hold."""
 
 
 @dataclass
-class Traffic:
-    """Bytes of one call, weights apart from activations.
+class Moved:
+    """Bytes that one call moves, weights apart from activations.
 
     Attributes
     ----------
-    kernels: one row a call of a kernel, in order.
-    launches: device kernels that these calls launch (a PrimFunc may hold several).
-    weight_bytes: bytes of the distinct frozen weights.
+    kernels: one row a call of a kernel, or an eager operator that runs one, in order.
     weight_reads, activations, outputs: bytes of weights read, activations moved, and outputs.
-    peak_planned: bytes of intermediates and outputs, or None where there is no plan yet.
     """
 
     kernels: list[KernelScore] = field(default_factory=list)
-    launches: int = 0
-    weight_bytes: int = 0
     weight_reads: int = 0
     activations: int = 0
     outputs: int = 0
-    peak_planned: int | None = None
 
     @property
     def hbm_bytes(self) -> int:
@@ -54,6 +48,22 @@ class Traffic:
     def ratio(self) -> float:
         """Bytes of activations moved over the bytes of the outputs."""
         return self.activations / self.outputs if self.outputs else 0.0
+
+
+@dataclass
+class Traffic(Moved):
+    """What one call of a library moves, launches and holds.
+
+    Attributes
+    ----------
+    launches: device kernels that the calls launch (a PrimFunc may hold several).
+    weight_bytes: bytes of the distinct frozen weights.
+    peak_planned: bytes of intermediates and outputs, or None where there is no plan yet.
+    """
+
+    launches: int = 0
+    weight_bytes: int = 0
+    peak_planned: int | None = None
 
 
 def count(
