@@ -9,9 +9,6 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-ALIGN = 64
-"""Bytes: sizes of storage are multiples of this (a cache line; 128-bit loads and TMA need 16)."""
-
 
 @dataclass
 class Slot:
@@ -84,7 +81,7 @@ def _size_text(expr: Any) -> str:
 
 
 def split_bytes(shape: Sequence[Any], dtype: str) -> tuple[int, tuple[Any, ...]]:
-    """Split a tensor's bytes into a constant, rounded up to ALIGN, and its symbolic factors."""
+    """Split a tensor's bytes into a constant and its symbolic factors."""
     size, unit = (tvm.DataType(dtype).bits * tvm.DataType(dtype).lanes + 7) // 8, []
     for extent in shape:
         if isinstance(extent, tirx.Mul) and isinstance(extent.b, tirx.IntImm):
@@ -94,4 +91,4 @@ def split_bytes(shape: Sequence[Any], dtype: str) -> tuple[int, tuple[Any, ...]]
             size *= int(extent)
         else:
             unit.append(extent)
-    return -(-max(size, 1) // ALIGN) * ALIGN, tuple(sorted(unit, key=str))
+    return max(size, 1), tuple(sorted(unit, key=str))
