@@ -27,7 +27,7 @@ def tiles(target: Any) -> list[tuple[int, int]]:
 
 
 DEPTHS = (128, 256)
-"""Blocks of K.
+"""Steps of K in one block.
 
 With longer sums the rounding error passes twice that of a vendor's blocked product.
 """
