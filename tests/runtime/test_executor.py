@@ -81,6 +81,18 @@ def test_strided_and_misaligned_inputs_are_copied_and_counted(
     assert len(caplog.records) == 1 and "'x' is not contiguous" in caplog.text
 
 
+def test_copies_of_large_arrays_live_until_the_call_ends(run: Executor, w: torch.Tensor) -> None:
+    draw = np.random.default_rng(0)
+    for x in (
+        draw.random((8, 4000), np.float32).T,
+        draw.random((4000, 8), np.float32)[::-1],
+        draw.random(4000 * 8 + 1, np.float32)[1:].reshape(4000, 8),
+    ):
+        for _ in range(5):
+            got = run(x, w.numpy())
+            np.testing.assert_allclose(got, x @ w.numpy() @ w.numpy(), rtol=1e-4)
+
+
 def test_every_misalignment_works(run: Executor, w: torch.Tensor) -> None:
     memory = np.zeros(5 * 8 * 4 + 64, np.uint8)
     for offset in range(0, 33):

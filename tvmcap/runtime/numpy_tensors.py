@@ -94,10 +94,13 @@ class NumpyTensors:
         return copy
 
     def _wrap(self, x: Any, dtype: str) -> Any:
-        """Return the array as a tensor by its address; the caller keeps the array alive."""
-        data = (ctypes.c_uint8 * x.nbytes).from_address(x.ctypes.data) if x.nbytes else b""
-        source = self._np.frombuffer(data, self._np.uint8)
-        source = ffi().from_dlpack(source) if x.nbytes else empty((0,), "uint8", self._device)
+        """Return the array as a tensor by its address; the tensor keeps the array alive."""
+        if x.nbytes:
+            data = (ctypes.c_uint8 * x.nbytes).from_address(x.ctypes.data)
+            data.owner = x
+            source = ffi().from_dlpack(self._np.frombuffer(data, self._np.uint8))
+        else:
+            source = empty((0,), "uint8", self._device)
         return self._view(source, x.shape, ffi().dtype(dtype), 0)
 
     def _empty(self, shape: Shape, dtype: Any, size: int) -> Any:
