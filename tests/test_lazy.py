@@ -112,3 +112,32 @@ def test_after_a_call_it_is_its_library(tmp_path: Path) -> None:
 def test_options_are_checked_at_once() -> None:
     with pytest.raises(ConfigError):
         tvmcap.build(block, disable=("nothing",))
+
+
+def test_sizes_equal_by_coincidence_part_when_they_differ() -> None:
+    lib = lazy(torch.matmul)
+    for n, k, m in ((4, 4, 4), (5, 5, 5), (5, 6, 7), (8, 3, 2), (1, 1, 9)):
+        check(lib, torch.matmul, torch.randn(n, k), torch.randn(k, m))
+    assert len(lib.compiles) == 3
+    assert len(lib.signature.dims) == 3
+
+
+def test_another_constant_is_refused_whatever_the_size() -> None:
+    lib, w = lazy(), torch.randn(4)
+    check(lib, lambda x, w: block(x, w, 1.0), torch.randn(3, 4), w)
+    for rows in (3, 5):
+        with pytest.raises(InputError):
+            lib(torch.randn(rows, 4), w, 2.0)
+    assert len(lib.compiles) == 1
+
+
+def test_a_compile_that_fails_leaves_the_library_as_it_was() -> None:
+    def fixed(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(2, 2) + 1
+
+    lib = lazy(fixed)
+    check(lib, fixed, torch.randn(4))
+    with pytest.raises(tvmcap.errors.TvmcapError):
+        lib(torch.randn(5))
+    check(lib, fixed, torch.randn(4))
+    assert len(lib.compiles) == 1

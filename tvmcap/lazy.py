@@ -6,8 +6,8 @@ The first call captures; a size that later differs becomes free.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +30,62 @@ class Lazy:
     def __init__(self, fn: Any, config: Config) -> None:
         self.fn, self.config = fn, config
         self.compiles: list[str] = []
+        self._given = dict(config.dynamic or {})
         self._compiled: Compiled | None = None
-        self._first: dict[str, _Spec] = {}
+        self._seen: list[_Call] = []
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run, compiling first where this call needs it."""
         if self._compiled is None:
-            self._first = dict(_specs(self.fn, args, kwargs))
-            self._compile(args, kwargs, "first call")
+            self._compile(args, kwargs, self.config, _Call.of(self.fn, args, kwargs), "first call")
         assert self._compiled is not None
         try:
             return self._compiled(*args, out=out, **kwargs)
         except InputError:
-            varying = self._varying(args, kwargs)
-            if not varying:
+            call = _Call.of(self.fn, args, kwargs)
+            dynamic = self._derive([*self._seen, call])
+            if dynamic is None or dynamic == dict(self.config.dynamic or {}):
                 raise
-            self.config = replace(self.config, dynamic=_merge(self.config.dynamic, varying))
-            names = ", ".join(f"{name}[{axis}]" for name, axes in varying.items() for axis in axes)
-            self._compile(args, kwargs, f"{names} varies and becomes symbolic")
+            config = replace(self.config, dynamic=dynamic)
+            new = [
+                f"{name}[{axis}]"
+                for name, axes in dynamic.items()
+                for axis, symbol in axes.items()
+                if (self.config.dynamic or {}).get(name, {}).get(axis) != symbol
+            ]
+            why = f"{', '.join(new)} varies and becomes symbolic"
+            self._compile(args, kwargs, config, call, why)
             return self._compiled(*args, out=out, **kwargs)
 
-    def _compile(self, args: Any, kwargs: Any, why: str) -> None:
+    def _compile(self, args: Any, kwargs: Any, config: Config, call: _Call, why: str) -> None:
+        """Compile for one call; nothing changes where that fails."""
         from tvmcap.build import compile_once
 
-        specs = _specs(self.fn, args, kwargs)
-        sizes = ", ".join(f"{name}{list(shape)}" for name, (_, shape) in specs)
+        sizes = ", ".join(f"{name}{list(shape)}" for name, (_, shape) in call.tensors.items())
+        logger.info("compile %d: %s: %s", len(self.compiles) + 1, why, sizes)
+        self._compiled = compile_once(self.fn, args, dict(kwargs), config)
+        self.config = config
         self.compiles.append(f"{why}: {sizes}")
-        logger.info("compile %d: %s", len(self.compiles), self.compiles[-1])
-        self._compiled = compile_once(self.fn, args, dict(kwargs), self.config)
+        self._seen.append(call)
 
-    def _varying(self, args: Any, kwargs: Any) -> dict[str, dict[int, str]]:
-        """Find the dimensions that differ from the first call and are not free yet.
+    def _derive(self, calls: list[_Call]) -> dict[Any, dict[int, str | Dim]] | None:
+        """Name the dimensions that differ among calls; those equal in every call share a name.
 
-        Dimensions that were equal and still are share a name.
+        None where calls differ in more than sizes: in dtypes, ranks or the values of constants.
         """
-        found: dict[str, dict[int, str]] = {}
-        groups: dict[tuple[int, int], str] = {}
-        for name, (dtype, shape) in _specs(self.fn, args, kwargs):
-            old_dtype, old = self._first.get(name, (dtype, shape))
-            if dtype != old_dtype or len(old) != len(shape):
-                return {}
-            for axis, (before, now) in enumerate(zip(old, shape, strict=True)):
-                if before != now and axis not in (self.config.dynamic or {}).get(name, {}):
-                    known = len(self.config.dynamic or {}) + len(groups)
-                    found.setdefault(name, {})[axis] = groups.setdefault((before, now), f"d{known}")
-        return found
+        if any(call.kind != calls[0].kind for call in calls):
+            return None
+        dynamic: dict[Any, dict[int, str | Dim]] = {k: dict(v) for k, v in self._given.items()}
+        names = list(calls[0].arguments)
+        given = {names[k] if isinstance(k, int) else k: set(v) for k, v in self._given.items()}
+        groups: dict[tuple[int, ...], str] = {}
+        for name, (_, shape) in calls[0].tensors.items():
+            for axis in range(len(shape)):
+                sizes = tuple(call.tensors[name][1][axis] for call in calls)
+                if len(set(sizes)) > 1 and axis not in given.get(name, ()):
+                    symbol = groups.setdefault(sizes, f"d{len(groups)}")
+                    dynamic.setdefault(name, {})[axis] = symbol
+        return dynamic
 
     @property
     def compiled(self) -> Compiled:
@@ -101,22 +112,37 @@ class Lazy:
         return getattr(self.compiled, name)
 
 
-_Spec = tuple[str, tuple[int, ...]]
+@dataclass(frozen=True)
+class _Call:
+    """What matters of the arguments of one call.
 
+    Attributes
+    ----------
+    arguments: names of the arguments.
+    tensors: dotted name to dtype and shape.
+    constants: structure and values of everything else.
+    """
 
-def _specs(fn: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, _Spec]]:
-    """Name, dtype and shape of every tensor among the arguments, nested ones with dotted names."""
-    from tvmcap.capture.structure import bind, describe
+    arguments: tuple[str, ...]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    constants: str
 
-    call = bind(fn, list(args), dict(kwargs))
-    for name, value in zip(call.names, call.values, strict=True):
+    @staticmethod
+    def of(fn: Any, args: Any, kwargs: Mapping[str, Any]) -> _Call:
+        """Describe the arguments of a call."""
+        from tvmcap.capture.structure import bind, describe
+
+        call = bind(fn, list(args), dict(kwargs))
         leaves: list[tuple[str, Any]] = []
-        describe(value, name, leaves)
-        yield from ((leaf, (str(tensor.dtype), tuple(tensor.shape))) for leaf, tensor in leaves)
+        trees = [
+            describe(value, name, leaves)
+            for name, value in zip(call.names, call.values, strict=True)
+        ]
+        tensors = {name: (str(t.dtype), tuple(t.shape)) for name, t in leaves}
+        return _Call(tuple(call.names), tensors, repr(trees))
 
-
-def _merge(old: Mapping[Any, Any] | None, new: Mapping[str, Mapping[int, str]]) -> dict[Any, Any]:
-    merged: dict[Any, dict[int, str | Dim]] = {k: dict(v) for k, v in (old or {}).items()}
-    for name, axes in new.items():
-        merged.setdefault(name, {}).update(axes)
-    return merged
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Everything but sizes: what one library cannot serve two of."""
+        ranks = {name: (dtype, len(shape)) for name, (dtype, shape) in self.tensors.items()}
+        return self.arguments, ranks, self.constants
