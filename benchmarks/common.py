@@ -18,8 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def meta(**more: Any) -> dict[str, Any]:
-    """Describe the machine, the software, the commit and the command of this run."""
+def meta(folders: tuple[str, ...] = COMPILER, **more: Any) -> dict[str, Any]:
+    """Describe the machine, the software, the commit and the command of this run.
+
+    ``folders`` of the package hold what is measured; a change there makes the result stale.
+    """
     import torch
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -34,7 +37,8 @@ def meta(**more: Any) -> dict[str, Any]:
         "versions": {**versions(), "torch": torch.__version__},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "source": source_hash(COMPILER),
+        "folders": list(folders),
+        "source": source_hash(folders),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         **more,
     }

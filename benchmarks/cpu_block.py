@@ -109,7 +109,7 @@ def main() -> None:
     for r in rows:
         print({k: v for k, v in r.items() if not isinstance(v, dict)}, flush=True)
     seconds = {name: round(made[f"{name} seconds"], 1) for name in ("frozen", "arguments")}
-    write(options.json, rows, tuning_s=seconds, trials=options.trials)
+    write(options.json, rows, folders=("schedules",), tuning_s=seconds, trials=options.trials)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def run(folder: Path, out: Path) -> None:
                 json.dumps({k: v for k, v in row.items() if k not in ("ours_us", "baselines_us")}),
                 flush=True,
             )
-    write(out, rows)
+    write(out, rows, folders=("schedules", "graph"))
 
 
 def one(

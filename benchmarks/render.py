@@ -147,8 +147,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
 """Name of a table to the result file it is made of and what makes it."""
 
 
-def table(name: str, results: Path, source: str) -> str:
-    """Render one table; ``source`` is the hash of the code as it is."""
+def table(name: str, results: Path, source: Callable[[tuple[str, ...]], str]) -> str:
+    """Render one table; ``source`` gives the hash of folders of the package as they are."""
     file, make = TABLES[name]
     path = results / f"{file}.json"
     if not path.is_file():
@@ -157,7 +157,8 @@ def table(name: str, results: Path, source: str) -> str:
         )
     data = json.loads(path.read_text())
     meta, rows = data["meta"], data["rows"]
-    stale = [row.get("source", meta["source"]) != source for row in rows]
+    now = source(tuple(meta.get("folders", COMPILER)))
+    stale = [row.get("source", meta["source"]) != now for row in rows]
     head, body = make(rows)
     note = ""
     if all(stale):
@@ -168,7 +169,7 @@ def table(name: str, results: Path, source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fill(text: str, results: Path, source: str) -> str:
+def fill(text: str, results: Path, source: Callable[[tuple[str, ...]], str]) -> str:
     """Replace what stands between the markers; raises ValueError for a table there is not."""
 
     def new(match: re.Match[str]) -> str:
@@ -247,7 +248,7 @@ def main() -> int:
     old = []
     for path in options.documents or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
-        new = fill(text, options.results, source_hash(COMPILER))
+        new = fill(text, options.results, source_hash)
         if new != text:
             old.append(path)
             if not options.check:

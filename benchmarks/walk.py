@@ -78,7 +78,7 @@ def main() -> None:
         rows = [row(r.name, r.score) for r in walk(models.gelu_tanh, args, steps, progress=print)]
     for r in rows:
         print({k: v for k, v in r.items() if not isinstance(v, dict)}, flush=True)
-    write(options.json, rows, dtype=str(dtype))
+    write(options.json, rows, folders=("schedules", "graph"), dtype=str(dtype))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """The command line: verbs, JSON, exit statuses, clean errors."""
 
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tvmcap.base.config import FIELDS
+from tvmcap.base.errors import InputError
 from tvmcap.cli import _NO_OPTION, config_options, main, make_parser
+from tvmcap.view import arrays
 
 SOURCE = """
 import torch
@@ -50,11 +54,11 @@ def test_build_writes_a_library_and_says_what_it_is(place, capsys):
 def test_run_reads_and_writes_arrays(place, capsys):
     rng = np.random.default_rng(0)
     shapes = {"x": (3, 16), "w": (16, 24), "b": (24,)}
-    arrays = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
-    np.savez(place / "in.npz", **arrays)
+    given = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+    np.savez(place / "in.npz", **given)
     library, out = str(place / "block.so"), str(place / "out.npz")
     assert main(["run", library, "--inputs", str(place / "in.npz"), "--save", out]) == 0
-    want = np.maximum(arrays["x"] @ arrays["w"] + arrays["b"], 0)
+    want = np.maximum(given["x"] @ given["w"] + given["b"], 0)
     assert np.allclose(np.load(out)["out0"], want, rtol=1e-5, atol=1e-5)
     assert "out0" in capsys.readouterr().out
     assert main(["run", library, "--sizes", "B=5", "--json"]) == 0
@@ -71,8 +75,8 @@ def test_verify_passes_and_fails_by_exit_status(place, capsys):
     against = ["--against", f"{place}/cli_program.py:block", "--level", "full", "--sizes", "B=7"]
     assert main(["verify", library, *against]) == 0
     capsys.readouterr()
-    assert main(["verify", library]) == 1
-    assert "reference" in capsys.readouterr().err
+    assert main(["verify", library]) == 2
+    assert "--against" in capsys.readouterr().err
 
 
 def test_bench_of_a_program_from_the_cache_and_of_a_library(place, capsys):
@@ -119,6 +123,19 @@ def test_inspect_describes_a_library_of_another_machine(hopper_block, capsys):
         (["run", "{p}/cli_program.py"], 1, "not a tvmcap library"),
         (["run", "{p}/block.so", "--sizes", "B=65"], 1, "at most 64"),
         (["run", "{p}/block.so", "--sizes", "Q=1"], 2, "'Q'"),
+        (["bench", "{p}/block.so", "--no-baselines", "--sizes", "Q=1"], 2, "are: B"),
+        (["bench", "{p}/cli_program.py:block", *INPUTS, "--walk", "--sizes", "Q=1"], 2, "are: B"),
+        (
+            ["verify", "{p}/block.so", "{p}/cli_program.py:block", "--sizes", "Q=1"],
+            2,
+            "are: B",
+        ),
+        (["run", "{p}/block.so", "--save", "{p}/nowhere/o.npz"], 1, "o.npz: cannot be written"),
+        (["run", "{p}/block.so", "--save", "{p}/nowhere/o.safetensors"], 1, "cannot be written"),
+        (["run", "{p}/block.so", "--save", "{p}/o.txt"], 2, "expected .npz"),
+        (["run", "{p}/" + "x" * 300 + ".so"], 1, "too long"),
+        (["build", "{p}/cli_program.py:block", *INPUTS, "--seed", "x"], 2, "seed"),
+        (["build", "{p}/cli_program.py:block", *INPUTS, "--target", "llvm:zzz"], 2, "'zzz'"),
         (["report", "{p}/nowhere"], 2, "no such folder"),
     ],
 )
@@ -128,6 +145,65 @@ def test_errors_are_one_clean_message(place, capsys, command, status, message):
     assert message in err and "Traceback" not in err
 
 
+BAD_FILES = {
+    "junk.npz": lambda path: path.write_bytes(b"nonsense"),
+    "array.npz": lambda path: np.save(path.open("wb"), np.zeros(3)),
+    "obj.npz": lambda path: np.savez(path, **{n: np.array([None]) for n in "xwb"}),
+    "text.npz": lambda path: np.savez(path, **{n: np.array(["a"]) for n in "xwb"}),
+    "junk.npy": lambda path: path.write_bytes(b""),
+    "obj.npy": lambda path: np.save(path, np.array([None, 3]), allow_pickle=True),
+    "zip.npy": lambda path: np.savez(path.open("wb"), x=np.zeros(3)),
+    "junk.safetensors": lambda path: path.write_bytes(b"nonsense"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_of_inputs_that_cannot_be_read(place, tmp_path, capsys, name):
+    path = tmp_path / name
+    BAD_FILES[name](path)
+    names = ("x",) if name.endswith(".npy") else ("x", "w", "b")
+    signature = SimpleNamespace(inputs=[SimpleNamespace(name=n) for n in names])
+    with pytest.raises(InputError, match=rf"{name}.*expected"):
+        arrays.read(str(path), signature)
+    if len(names) == 3:
+        assert main(["run", str(place / "block.so"), "--inputs", str(path)]) == 1
+        err = capsys.readouterr().err
+        assert name in err and "Traceback" not in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("def f(x:\n    return x\n", "SyntaxError"),
+        ("x = 1\nraise ValueError('two\\nlines')\n", "ValueError: two (.*line 2)"),
+        ("import sys\nsys.exit(0)\n", "SystemExit"),
+        ("def f():\n    return 1 / 0\n", "ZeroDivisionError.*line 2"),
+        ("def f(x):\n    raise KeyError('k')\n", "KeyError"),
+    ],
+)
+def test_a_program_that_raises(tmp_path, capsys, source, words):
+    path = tmp_path / "raising_program.py"
+    path.write_text(source)
+    command = ["build", f"{path}:f", "--input", "x:f32[4]", "--target", "llvm"]
+    assert main([*command, "--cache-dir", str(tmp_path / "cache")]) == 1
+    err = capsys.readouterr().err
+    assert re.search(words, err) and "Traceback" not in err
+    assert ("raising_program" in sys.modules) == ("def f(x)" in source or "def f()" in source)
+    sys.modules.pop("raising_program", None)
+
+
+def test_an_unexpected_error_is_one_line_without_debug(place, capsys, monkeypatch):
+    def fail(args):
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr("tvmcap.verbs.cache", fail)
+    assert main(["cache", "status"]) == 1
+    err = capsys.readouterr().err
+    assert "RuntimeError: first" in err and "second" not in err and "--debug" in err
+    with pytest.raises(RuntimeError):
+        main(["cache", "status", "--debug"])
+
+
 def test_a_package_that_is_missing_is_named(place, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.logging", None)
     assert main(["run", str(place / "block.so")]) == 1
@@ -135,7 +211,8 @@ def test_a_package_that_is_missing_is_named(place, capsys, monkeypatch):
 
 
 def test_usage_errors_exit_with_2(capsys):
-    for command in ([], ["frobnicate"], ["cache"], ["run"]):
+    wrong = [["tune", "f.py:f", "--trials", "0"], ["run", "f.so", "--seed", "-1"]]
+    for command in ([], ["frobnicate"], ["cache"], ["run"], *wrong):
         with pytest.raises(SystemExit) as e:
             main(command)
         assert e.value.code == 2

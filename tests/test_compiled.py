@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,6 +103,23 @@ def test_an_export_that_cannot_be_written(library: Any, tmp_path: Path, name: st
 def test_an_export_replaces_whole(library: Any, exported: Path) -> None:
     exported.write_bytes(b"old")
     assert tvmcap.load(library.export(exported)).manifest == library.manifest
+
+
+@pytest.mark.parametrize("use", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_library_is_not_pickled_or_copied(library: Any, use: Any) -> None:
+    with pytest.raises(LibraryError, match=r"lib\.export\(path\).*tvmcap\.load\(path\)"):
+        use(library)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"pair.so", "", "x" * 300, "nul\0.so"], ids=repr)
+def test_what_names_no_file(
+    library: Any, path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for use in (tvmcap.load, library.export):
+        with pytest.raises(LibraryError):
+            use(path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("cut", [0, 10, 4096, -1, -40])

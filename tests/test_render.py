@@ -67,7 +67,7 @@ def cells(line):
 
 def test_a_table_holds_the_figures_and_where_they_are_from(tmp_path):
     folder = results(tmp_path, walk=[walk_row("no fuse", 100.0), walk_row("all", 25.0)])
-    text = render.fill(TEXT, folder, "now")
+    text = render.fill(TEXT, folder, lambda _: "now")
     assert text.startswith("before\n<!-- table:walk -->\n") and text.endswith(
         "<!-- end -->\nafter\n"
     )
@@ -79,27 +79,31 @@ def test_a_table_holds_the_figures_and_where_they_are_from(tmp_path):
     assert every[head.index("HBM bytes")] == "3.0 MiB"
     assert every[head.index("us a call")] == "25.0 (22.5 to 27.5)"
     assert (unfused[-1], every[-1]) == ("0.50x", "2.00x")
-    assert render.fill(text, folder, "now") == text, "rendering twice changes nothing"
+    assert render.fill(text, folder, lambda _: "now") == text, "rendering twice changes nothing"
 
 
 def test_old_rows_are_marked(tmp_path):
     folder = results(tmp_path, walk=[walk_row("all", 25.0)])
-    assert "**Stale: the source has changed since.**" in render.fill(TEXT, folder, "later")
+    assert "**Stale: the source has changed since.**" in render.fill(
+        TEXT, folder, lambda _: "later"
+    )
     rows = [gpu_row(1, 1.5), gpu_row(7, 0.5, source="later")]
     folder = results(tmp_path, gpu_blocks=rows)
-    lines = render.table("gpu_blocks_all", folder, "later").splitlines()
+    lines = render.table("gpu_blocks_all", folder, lambda _: "later").splitlines()
     assert [cells(line)[-1] for line in lines[-2:]] == ["stale", ""]
-    assert "partly stale" in render.table("gpu_blocks", folder, "later")
+    assert "partly stale" in render.table("gpu_blocks", folder, lambda _: "later")
 
 
 def test_a_summary_hides_neither_failures_nor_wrong_results(tmp_path):
     rows = [gpu_row(1, 1.5), gpu_row(7, 0.5), gpu_row(128, 0.75, right=False)]
     rows.append({"case": "block", "dtype": "float16", "frozen": True, "B": 9, "failed": "E: a | b"})
     folder = results(tmp_path, gpu_blocks=rows)
-    summary = cells(render.table("gpu_blocks", folder, "now").splitlines()[-1])
+    summary = cells(render.table("gpu_blocks", folder, lambda _: "now").splitlines()[-1])
     want = ["block, weights frozen", "1, 7, 128, 9", "1", "2 of 4", "0.50x to 1.50x, 1 failed"]
     assert summary == want
-    lines = [cells(x) for x in render.table("gpu_blocks_all", folder, "now").splitlines()[-4:]]
+    lines = [
+        cells(x) for x in render.table("gpu_blocks_all", folder, lambda _: "now").splitlines()[-4:]
+    ]
     assert [line[-1] for line in lines] == ["yes", "yes", "**no**", "E: a / b"]
     assert len({len(line) for line in lines}) == 1
 
@@ -109,13 +113,15 @@ def test_cpu_block_and_overheads(tmp_path):
     row["baselines_us"] = {"eager": latency(150.0), "untuned": latency(300.0)}
     figure = {"figure": "import_s", "unit": "s", **latency(0.25)}
     folder = results(tmp_path, cpu_block=[row], overheads=[figure])
-    line = cells(render.table("cpu_block", folder, "now").splitlines()[-1])
+    line = cells(render.table("cpu_block", folder, lambda _: "now").splitlines()[-1])
     assert line[:2] == ["block, w and b frozen", "16"] and line[-3:] == ["-", "1.50x", "-"]
-    assert "| import_s | 0.25 s | 0.225 to 0.275 |" in render.table("overheads", folder, "now")
+    assert "| import_s | 0.25 s | 0.225 to 0.275 |" in render.table(
+        "overheads", folder, lambda _: "now"
+    )
 
 
 def test_a_missing_file_is_a_sentence_and_an_unknown_table_an_error(tmp_path):
-    assert "Not measured yet: `benchmarks/walk.py`" in render.fill(TEXT, tmp_path, "now")
+    assert "Not measured yet: `benchmarks/walk.py`" in render.fill(TEXT, tmp_path, lambda _: "now")
     with pytest.raises(ValueError, match="no table 'nope'"):
         render.fill(TEXT.replace("walk", "nope"), tmp_path, "now")
 

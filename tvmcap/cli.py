@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvmcap.base.config import FIELDS, parse_option
@@ -80,6 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_OK
+    except Exception as e:
+        if args.debug:
+            raise
+        text = (str(e).strip().splitlines() or [""])[0]
+        sys.stderr.write(
+            f"tvmcap {args.verb}: {type(e).__name__}: {text}; --debug shows the traceback\n"
+        )
+        return EXIT_FAILED
 
 
 def _configure_logging(verbose: int) -> None:
@@ -119,13 +127,26 @@ def _verb(verbs: Any, name: str, text: str, *, json: bool = False) -> argparse.A
     return sub
 
 
+def _from(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least ``least``."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {least}, got {text!r}"
+            )
+        return int(text)
+
+    return read
+
+
 def _building_verbs(verbs: Any) -> None:
     build = _verb(verbs, "build", "compile a program into a library", json=True)
     _program(build)
     build.add_argument("-o", "--output", metavar="FILE.so", help="where the library goes")
     tune = _verb(verbs, "tune", "measure kernels and keep records for later builds", json=True)
     _program(tune)
-    tune.add_argument("--trials", type=int, metavar="N", help="candidates to measure in all")
+    tune.add_argument("--trials", type=_from(1), metavar="N", help="candidates to measure in all")
     bisect = _verb(verbs, "bisect", "name the pass and operator that lose accuracy", json=True)
     _program(bisect)
     bench = _verb(verbs, "bench", "kernels, bytes and latency against PyTorch", json=True)
@@ -142,7 +163,7 @@ def _library_verbs(verbs: Any) -> None:
     run.add_argument("library", metavar="FILE.so")
     run.add_argument("--inputs", metavar="FILE", help=".npz or .safetensors by argument, or .npy")
     run.add_argument("--sizes", metavar="B=16", help="symbolic sizes of random inputs")
-    run.add_argument("--seed", type=int, default=0, help="seed of random inputs")
+    run.add_argument("--seed", type=_from(0), default=0, help="seed of random inputs")
     run.add_argument("--save", metavar="FILE", help="write outputs to .npz, .npy or .safetensors")
     verify = _verb(verbs, "verify", "compare with a higher-precision reference", json=True)
     _program(verify, "PROGRAM or a library")

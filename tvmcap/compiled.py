@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -71,10 +72,19 @@ class Compiled:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the library to ``path``.
 
-        One file, and the weights beside it where they pass 512 MB.
+        One file, and the weights beside it where they pass 512 MB. Raises LibraryError for a path
+        that cannot be written.
         """
-        copy_library(self.path, path)
-        return Path(path)
+        target = _file(path)
+        copy_library(self.path, target)
+        return target
+
+    def __reduce__(self) -> Any:
+        """Refuse pickling and copying, which cannot carry code and memory of this process."""
+        raise LibraryError(
+            "a library cannot be pickled or copied, as it holds code and memory of this process: "
+            "write it with lib.export(path), and read it with tvmcap.load(path) where it is needed"
+        )
 
     def scoreboard(
         self,
@@ -114,12 +124,29 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
 
     Raises DamagedLibraryError for a truncated or altered file and IncompatibleLibraryError where
     this machine, its GPU or its TVM is not what the library was built for; both before any code of
-    the file runs.
+    the file runs; LibraryError for a path that names no file.
     """
+    path = _file(path)
     executor = Executor(path, device=device)
     if executor.manifest.verified is False:
         logger.warning(
             "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here",
             path,
         )
-    return Compiled(Path(path), executor.manifest, executor)
+    return Compiled(path, executor.manifest, executor)
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as a Path; raises LibraryError where no file can have that name."""
+    try:
+        file = Path(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            file.stat()
+    except TypeError as e:
+        raise LibraryError(
+            f"path: expected the name of a library file such as 'block.so', got {path!r}"
+        ) from e
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise LibraryError(f"{path}: expected the name of a file, got an error: {reason}") from e
+    return file

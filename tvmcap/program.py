@@ -7,14 +7,15 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tvmcap.base.config import Dim
-from tvmcap.base.errors import ConfigError
+from tvmcap.base.errors import CaptureError, ConfigError
 
 _SHORT = {
     "f64": "float64",
@@ -67,7 +68,8 @@ def load_program(
     dynamic: ``"ARG:AXIS=NAME"`` or ``"ARG:AXIS=NAME..MAX"`` for dimensions that are not in
         ``inputs``.
 
-    Raises ConfigError for names that do not exist and specifications that cannot be read.
+    Raises ConfigError for names that do not exist and specifications that cannot be read,
+    CaptureError where the file, or what makes the program or its inputs, raises.
     """
     free = _parse_dynamic(dynamic)
     if name.endswith(".pt2"):
@@ -76,7 +78,7 @@ def load_program(
         return Program(name, dynamic=free)
     fn = load_function(name, seed)
     if inputs_from is not None:
-        made = find(inputs_from)()
+        made = _run(find(inputs_from), inputs_from)
         args = tuple(made) if isinstance(made, tuple | list) else (made,)
         return Program(fn, args, {}, free)
     return _with_inputs(fn, inputs, free)
@@ -110,7 +112,8 @@ def _import(where: str) -> ModuleType:
     if not where.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
         try:
-            return importlib.import_module(where)
+            found: ModuleType = _run(lambda: importlib.import_module(where), where)
+            return found
         except ModuleNotFoundError as e:
             raise ConfigError(f"cannot import {where!r}: {e}; run it from the folder above") from e
         finally:
@@ -121,20 +124,40 @@ def _import(where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        spec.loader.exec_module(module)
+        _run(lambda: loader.exec_module(module), where)
+    except BaseException:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
     finally:
         sys.path.pop(0)
     return module
+
+
+def _run(code: Callable[[], Any], where: str) -> Any:
+    """Run the user's code; CaptureError says what it raised, a package that is missing apart."""
+    try:
+        return code()
+    except ModuleNotFoundError:
+        raise
+    except (Exception, SystemExit) as e:
+        message = (str(e).splitlines() or [""])[0]
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename != __file__]
+        own = [f for f in frames if Path(f.filename).name == Path(where.split(":")[0]).name]
+        told = () if isinstance(e, SyntaxError) else (own or frames)[-1:]
+        place = "".join(f" ({f.filename}, line {f.lineno})" for f in told)
+        raise CaptureError(f"{where} raised {type(e).__name__}: {message}{place}") from e
 
 
 def as_program(found: Any) -> Any:
     """Return a function or a module in eval mode; calls what makes a module without arguments."""
     torch: Any = importlib.import_module("torch")
     if not isinstance(found, torch.nn.Module) and callable(found) and not _parameters(found):
-        made = found()
+        made = _run(found, getattr(found, "__name__", str(found)))
         found = made if isinstance(made, torch.nn.Module) else found
     if isinstance(found, torch.nn.Module):
         return found.eval()
@@ -250,6 +273,15 @@ def parse_sizes(text: str | None) -> dict[str, int] | None:
     if not all(name.strip().isidentifier() and size.strip().isdigit() for name, _, size in pairs):
         raise ConfigError(f"--sizes {text!r}: expected NAME=SIZE, several separated by commas")
     return {name.strip(): int(size) for name, _, size in pairs}
+
+
+def check_sizes(sizes: Mapping[str, int] | None, dims: Iterable[str]) -> None:
+    """Raise ConfigError for a size of a dimension that is not one of ``dims``."""
+    known = sorted(dims)
+    for name in sizes or ():
+        if name not in known:
+            have = ", ".join(known) or "none"
+            raise ConfigError(f"--sizes: no dimension {name!r}; there are: {have}")
 
 
 def dynamic_option(program: Program, given: Mapping[Any, Any] | None) -> dict[Any, Any] | None:

@@ -15,7 +15,14 @@ from rich.console import Console
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import ConfigError, InputError
 from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
-from tvmcap.program import Program, dynamic_option, load_function, load_program, parse_sizes
+from tvmcap.program import (
+    Program,
+    check_sizes,
+    dynamic_option,
+    load_function,
+    load_program,
+    parse_sizes,
+)
 
 #: Columns of a table that goes to a file or a pipe.
 _WIDTH = 110
@@ -61,6 +68,9 @@ def bench(args: argparse.Namespace) -> int:
     sizes = parse_sizes(args.sizes)
     if args.walk:
         program, config = _read(args)
+        if program.args is not None:
+            dims = [d for axes in (config.dynamic or {}).values() for d in axes.values()]
+            check_sizes(sizes, [d if isinstance(d, str) else d.name for d in dims])
         with _status("building") as say:
             rows = scoreboard.walk(
                 program.fn,
@@ -74,6 +84,7 @@ def bench(args: argparse.Namespace) -> int:
         _show(args, data, lambda: report.walk_table(rows))
         return EXIT_OK
     lib, reference = _library(args)
+    check_sizes(sizes, _dims(lib))
     with _status("measuring") as say:
         score = scoreboard.score(
             lib, sizes, not args.no_baselines, say, reference=reference, cold=args.cold
@@ -87,8 +98,14 @@ def verify(args: argparse.Namespace) -> int:
     from tvmcap.verify.check import verify as run
     from tvmcap.view.report import verify_table
 
-    lib, reference = _library(args, verify=False)
     sizes = parse_sizes(args.sizes)
+    if args.program.endswith(".so") and not (args.against or args.reference):
+        raise ConfigError(
+            f"a library holds no PyTorch code: give --against PROGRAM, the code that {args.program}"
+            " was built from"
+        )
+    lib, reference = _library(args, verify=False)
+    check_sizes(sizes, _dims(lib))
     with _status("verifying") as say:
         report = run(
             lib,
@@ -128,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
     lib = load(args.library)
     signature, sizes = lib.signature, parse_sizes(args.sizes)
+    check_sizes(sizes, _dims(lib))
     if args.inputs:
         leaves = arrays.read(args.inputs, signature)
     else:
@@ -213,6 +231,10 @@ def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
 
         lib.captured = capture(program.fn, program.args, program.kwargs, config)
     return lib, reference
+
+
+def _dims(lib: Any) -> list[str]:
+    return [dim.name for dim in lib.signature.dims]
 
 
 def _open(path: str, *, foreign: bool) -> Any:

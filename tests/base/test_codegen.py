@@ -62,12 +62,21 @@ def test_the_default_follows_the_machine(monkeypatch) -> None:
         {"kind": "metal"},
         '{"kind": ',
         {"kind": "llvm", "mcp": "x"},
+        {"kind": "llvm", "mcpu": 3},
+        "llvm:zzz",
+        {"kind": "llvm", "mcpu": "native"},
     ],
     ids=str,
 )
 def test_what_is_refused(spec) -> None:
     with pytest.raises(ConfigError, match="target"):
         codegen.make_target(spec)
+
+
+def test_an_unknown_cpu_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"mcpu: expected .*x86-64-v3.*, got 'x86-64-v33'"):
+        codegen.make_target({"kind": "llvm", "mcpu": "x86-64-v33"})
+    assert codegen.make_target("llvm:generic").kind.name == "llvm"
 
 
 @pytest.mark.parametrize(

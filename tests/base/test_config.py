@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 
+import numpy as np
 import pytest
 
 from tvmcap.base.config import FIELDS, Config, Dim, make_config, parse_option
@@ -84,11 +87,13 @@ def test_a_file_that_is_no_toml(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "say"),
     [
-        ({"tune": "chached"}, "use 'cached', 'none' or a number"),
+        ({"tune": "chached"}, "tune: expected 'cached', 'none' or a number.*got 'chached'"),
         ({"tune": 0}, "at least 1"),
-        ({"tune": True}, "use 'cached', 'none' or a number"),
-        ({"tune": 2.5}, "use 'cached', 'none' or a number"),
+        ({"tune": True}, "expected 'cached', 'none' or a number"),
+        ({"tune": 2.5}, "expected 'cached', 'none' or a number"),
         ({"budget_s": 0}, "positive"),
+        ({"budget_s": math.nan}, "positive"),
+        ({"seed": -1}, "from 0"),
         ({"memory_budget": 0.5}, "cannot do that yet"),
         ({"workers": 0}, "at least 1"),
     ],
@@ -97,6 +102,84 @@ def test_a_file_that_is_no_toml(tmp_path) -> None:
 def test_values_that_are_refused(options, say) -> None:
     with pytest.raises(ConfigError, match=say):
         make_config(**options)
+
+
+WRONG_TYPES = [
+    ("constants", 3),
+    ("constants", {"w": 1}),
+    ("disable", [1]),
+    ("seed", "x"),
+    ("seed", True),
+    ("seed", 1.5),
+    ("workers", "two"),
+    ("workers", 2.0),
+    ("budget_s", "3"),
+    ("log_dir", 3),
+    ("cache_dir", 5),
+    ("dump", True),
+    ("dynamic", "x"),
+    ("verify", "no"),
+    ("verify", 1),
+    ("tune", [3]),
+    ("target", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_TYPES, ids=str)
+def test_a_wrong_type_is_named_with_what_is_expected(name, value) -> None:
+    words = rf"^{name}: expected .+, got {re.escape(repr(value))}$"
+    for make in (Config, make_config, lambda **options: make_config(Config(), **options)):
+        with pytest.raises(ConfigError, match=words):
+            make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("constants = 3", "constants"),
+        ("seed = 'x'", "seed"),
+        ("verify = 'no'", "verify"),
+        ("cache_dir = 5", "cache_dir"),
+        ("budget_s = '3'", "budget_s"),
+        ("dynamic = 'x'", "dynamic"),
+    ],
+)
+def test_a_wrong_type_in_the_file(tmp_path, line, name) -> None:
+    (tmp_path / "tvmcap.toml").write_text(line + "\n")
+    with pytest.raises(ConfigError, match=rf"^tvmcap\.toml: {name}: expected .+, got"):
+        make_config(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("SEED", "x"), ("SEED", "-1"), ("WORKERS", "two"), ("BUDGET_S", "nan"), ("TUNE", "lots")],
+)
+def test_a_wrong_value_in_the_environment(monkeypatch, name, text) -> None:
+    monkeypatch.setenv(f"TVMCAP_{name}", text)
+    with pytest.raises(ConfigError, match=rf"^TVMCAP_{name}: .*{name.lower()}.*expected"):
+        make_config()
+
+
+def test_a_config_that_is_none() -> None:
+    for wrong in ({}, "llvm"):
+        with pytest.raises(ConfigError, match=r"^config: expected a tvmcap\.Config, got"):
+            make_config(wrong)
+
+
+def test_an_empty_path_is_the_default(tmp_path, monkeypatch) -> None:
+    (tmp_path / "tvmcap.toml").write_text('log_dir = "logs"\ndump = ""\n')
+    for name in ("CACHE_DIR", "LOG_DIR"):
+        monkeypatch.setenv(f"TVMCAP_{name}", "")
+    assert make_config() == Config(log_dir="logs")
+    assert make_config(log_dir="").log_dir is None
+
+
+def test_what_counts_as_a_path_and_as_a_number(tmp_path) -> None:
+    assert Config(cache_dir=tmp_path).cache_dir == str(tmp_path)
+    config = Config(seed=np.int64(3), workers=np.int32(2), tune=np.int64(5))
+    assert config == Config(seed=3, workers=2, tune=5)
+    assert config.to_json() == Config(seed=3, workers=2, tune=5).to_json()
+    assert Dim("B", max=np.int64(8)) == Dim("B", max=8)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +255,11 @@ def test_a_config_is_frozen() -> None:
         Config().seed = 3
 
 
-@pytest.mark.parametrize("bad", [("2B",), ("",), ("B", -1), ("B", 1, 0), ("B", 5, 4)], ids=str)
+BAD_DIMS = [("2B",), ("",), ("B", -1), ("B", 1, 0), ("B", 5, 4)]
+BAD_DIMS += [(3,), ("B", "1"), ("B", 0, "9"), ("B", None), ("B", True), ("B", 1.0)]
+
+
+@pytest.mark.parametrize("bad", BAD_DIMS, ids=str)
 def test_dims_that_are_refused(bad) -> None:
     with pytest.raises(ConfigError, match="Dim"):
         Dim(*bad)

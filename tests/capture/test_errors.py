@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from tvmcap.base.errors import (
     MutationError,
     UnsupportedOperatorError,
 )
-from tvmcap.capture.export import capture
+from tvmcap.capture.export import capture, fingerprint
 
 X = torch.randn(4, 8)
 B = {"x": {0: "B"}}
@@ -218,3 +219,49 @@ def test_exported_program_with_fixed_size():
     program = torch.export.export(nn.Linear(8, 4), (X,))
     with pytest.raises(CaptureError, match="export it again"):
         capture(program, config=Config(dynamic={0: {0: "B"}}))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_minimum_that_admits_a_slice_is_named(size):
+    with pytest.raises(CaptureError, match=rf"Dim\('B', min={size + 2}\)"):
+        capture(lambda x: x[size:], (torch.randn(7, 8),), config=Config(dynamic=B))
+    config = Config(dynamic={"x": {0: Dim("B", min=size + 2)}})
+    assert capture(lambda x: x[size:], (torch.randn(7, 8),), config=config)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2, 2).to_sparse(), "sparse_coo"),
+        (torch.zeros(2, device="meta"), "meta tensor"),
+        (torch.zeros(2, dtype=torch.uint16), "uint16"),
+        (np.array(["a"]), "no dtype of PyTorch"),
+    ],
+)
+def test_tensors_that_no_library_takes(x, words):
+    for find in (capture, fingerprint):
+        with pytest.raises(CaptureError, match=words):
+            find(lambda x: x, (x,))
+
+
+@pytest.mark.parametrize("args", [X, 3, "x", np.zeros(3)])
+def test_arguments_that_are_no_tuple(args):
+    for find in (capture, fingerprint):
+        with pytest.raises(ConfigError, match=r"expected a tuple .*args=\(x,\)"):
+            find(lambda x: x, args)
+    with pytest.raises(ConfigError, match="kwargs is a Tensor"):
+        capture(lambda x: x, (X,), X)
+
+
+def test_constants_other_than_the_default_are_required():
+    def fn(x, k=2, *, mode="a", flag):
+        return x * k
+
+    def required(*args, **kwargs):
+        items = capture(fn, args, kwargs).signature.in_tree["items"]
+        return [item.get("required", False) for item in items]
+
+    assert required(X, flag=True) == [False, False, False, True]
+    assert required(X, 5, flag=True) == [False, True, False, True]
+    assert required(X, 2.0, mode="b", flag=True) == [False, True, True, True]

@@ -187,3 +187,45 @@ def test_what_cannot_be_read_never_matches():
             return x
 
     assert fingerprint(fn, (X,)) != fingerprint(fn, (X,))
+
+
+def test_autocast_and_its_dtype():
+    def key(dtype):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            return fingerprint(lambda x: x @ x.T, (X,))
+
+    keys = [key(dtype) for dtype in (torch.bfloat16, torch.float16, None)]
+    assert len(set(keys)) == 3
+    assert key(torch.float16) == keys[1]
+
+
+BY_NAME = {
+    "getattr": "return x * getattr(holder, name)",
+    "globals": "return x * globals()['holder'].scale",
+    "vars": "return x * vars(holder)['scale']",
+    "eval": "return x * eval('holder.scale')",
+    "environ": "return x * float(__import__('os').environ.get('SCALE', 1))",
+    "getenv": "import os; return x * float(os.getenv('SCALE', 1))",
+    "open": "return x * len(open(__file__).read())",
+    "import_module": "import importlib; return x * importlib.import_module(name).scale",
+    "nested": "return (lambda: x * getattr(holder, name))()",
+}
+
+
+@pytest.mark.parametrize("body", BY_NAME.values(), ids=BY_NAME)
+def test_what_is_reached_by_name_never_matches(body, tmp_path, monkeypatch):
+    source = f"""
+        class Holder:
+            scale = 2.0
+
+        holder, name = Holder(), "scale"
+
+        def helper(x):
+            {body}
+
+        def fn(x):
+            return helper(x)
+        """
+    module = load(tmp_path, monkeypatch, source)
+    assert fingerprint(module.fn, (X,)) != fingerprint(module.fn, (X,))
+    assert fingerprint(lambda x: x.relu(), (X,)) == fingerprint(lambda x: x.relu(), (X,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
 import glob
 import importlib.util
@@ -120,10 +121,28 @@ def make_target(spec: str | Mapping[str, Any] | None) -> Any:
 
     data = target_data(spec)
     try:
+        if data["kind"] == "cuda":
+            return Target(Target(data), host=Target({"kind": "llvm"}))
         target = Target(data)
-        return Target(target, host=Target({"kind": "llvm"})) if data["kind"] == "cuda" else target
     except Exception as e:
         raise ConfigError(f"TVM refuses the target {data}: {e}") from e
+    if "mtriple" not in data and data["mcpu"] not in _known_cpus():
+        near = difflib.get_close_matches(data["mcpu"], _known_cpus(), n=3)
+        raise ConfigError(
+            f"target: mcpu: expected the name of a CPU that LLVM knows, such as "
+            f"{', '.join(near or ('x86-64-v3', 'znver4'))}, got {data['mcpu']!r}"
+        )
+    return target
+
+
+@functools.cache
+def _known_cpus() -> frozenset[str]:
+    """Name the CPUs of this architecture that LLVM knows; for others it builds generic code."""
+    import tvm_ffi
+    from tvm.target import Target
+
+    listed = tvm_ffi.get_global_func("target.llvm_get_cpu_archlist")(Target({"kind": "llvm"}))
+    return frozenset({"generic", *(str(name) for name in listed)})
 
 
 def export_target(target: Any) -> dict[str, Any]:

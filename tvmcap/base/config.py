@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import operator
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,18 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+def _integer(value: Any) -> Any:
+    """Make an int of what counts as one (NumPy's integers do); other values stay."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,14 @@ class Dim:
 
     def __post_init__(self) -> None:
         """Refuse bounds that admit nothing and names that are no identifiers."""
-        if not self.name.isidentifier():
-            raise ConfigError(f"Dim name {self.name!r}: use a Python identifier such as 'B'")
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ConfigError(f"Dim name: expected an identifier such as 'B', got {self.name!r}")
+        for field in ("min", "max"):
+            value = _integer(getattr(self, field))
+            if not (_is_integer(value) or (field == "max" and value is None)):
+                expected = "a whole number" + (" or None" if field == "max" else "")
+                raise ConfigError(f"Dim {self.name!r}: {field}: expected {expected}, got {value!r}")
+            object.__setattr__(self, field, value)
         if self.min < 0 or (self.max is not None and self.max < max(self.min, 1)):
             raise ConfigError(
                 f"Dim {self.name!r}: need 0 <= min <= max, got min={self.min}, max={self.max}"
@@ -98,31 +118,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a target."""
-        for name in ("constants", "disable"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                value = tuple(part for part in value.split(",") if part)
-            object.__setattr__(self, name, tuple(value))
-        if isinstance(self.tune, bool) or not (
-            self.tune in ("cached", "none") or isinstance(self.tune, int)
-        ):
-            raise ConfigError(f"tune={self.tune!r}: use 'cached', 'none' or a number of trials")
-        if isinstance(self.tune, int) and self.tune < 1:
-            raise ConfigError(
-                f"tune={self.tune}: a number of trials is at least 1; 'none' uses no records"
-            )
-        if self.budget_s is not None and self.budget_s <= 0:
-            raise ConfigError(
-                f"budget_s={self.budget_s}: give a positive number of seconds, or None"
-            )
-        for name, default in _RESERVED.items():
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: this version of tvmcap cannot do that yet; "
-                    f"leave {name} out"
-                )
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"workers={self.workers}: give at least 1")
+        for name in FIELDS:
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
 
     def to_json(self, *, only_code: bool = False) -> dict[str, Any]:
         """Return plain JSON data; ``only_code`` leaves out what cannot change the library."""
@@ -144,17 +141,93 @@ def _plain(value: Any) -> Any:
 
 FIELDS = {f.name: f for f in fields(Config)}
 _NOT_FROM_TEXT = ("dynamic", "calibration")
+_NAMES = ("constants", "disable")
+_PATHS = ("log_dir", "cache_dir", "dump")
+_A_NAME_LIST = "names of {}, such as ('a', 'b')"
+_A_FOLDER = "the path of a folder, or None"
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+
+
+def _is_seconds(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0
+
+
+#: What each field must hold, and how to say that.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "target": (
+        lambda v: v is None or isinstance(v, str | Mapping),
+        "'llvm', 'cuda', a JSON object or None",
+    ),
+    "dynamic": (
+        lambda v: v is None or isinstance(v, Mapping),
+        "a dict of argument to {axis: name or Dim}, such as {'x': {0: 'B'}}, or None",
+    ),
+    "constants": (_are_names, _A_NAME_LIST.format("arguments")),
+    "disable": (_are_names, _A_NAME_LIST.format("passes")),
+    "tune": (
+        lambda v: (isinstance(v, str) and v in ("cached", "none")) or (_is_integer(v) and v >= 1),
+        "'cached', 'none' or a number of trials, at least 1",
+    ),
+    "budget_s": (
+        lambda v: v is None or _is_seconds(v),
+        "a positive number of seconds, or None for no limit",
+    ),
+    "verify": (lambda v: isinstance(v, bool), "True or False"),
+    "seed": (lambda v: _is_integer(v) and 0 <= v < 1 << 63, "a whole number from 0 to 2**63 - 1"),
+    "workers": (
+        lambda v: v is None or (_is_integer(v) and v >= 1),
+        "a number of processes, at least 1, or None",
+    ),
+    **{name: (lambda v: v is None or isinstance(v, str), _A_FOLDER) for name in _PATHS},
+}
+
+
+def _checked(name: str, value: Any, where: str = "") -> Any:
+    """Return a field's value in its plain form; raises ConfigError where it has the wrong type."""
+    if name in _RESERVED:
+        if not isinstance(value, int | float | None) or value != _RESERVED[name]:
+            raise ConfigError(
+                f"{where}{name}={value!r}: this version of tvmcap cannot do that yet; leave {name} "
+                "out"
+            )
+        return value
+    plain = _plain_form(name, value)
+    fits, expected = _EXPECTED[name]
+    if not fits(plain):
+        raise ConfigError(f"{where}{name}: expected {expected}, got {value!r}")
+    return plain
+
+
+def _plain_form(name: str, value: Any) -> Any:
+    if name in _NAMES:
+        if isinstance(value, str):
+            return tuple(part for part in value.split(",") if part)
+        listed = isinstance(value, Iterable) and not isinstance(value, bytes | Mapping)
+        return tuple(value) if listed else value
+    if name in _PATHS:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return None if path == "" else path
+    return _integer(value) if name in ("tune", "seed", "workers") else value
 
 
 def make_config(config: Config | None = None, **options: Any) -> Config:
     """Merge ``options`` over ``config``, or over the environment, ``tvmcap.toml`` and the defaults.
 
     Raises ConfigError for a field that does not exist, naming the nearest one, or a value that
-    cannot be read.
+    cannot be read or has the wrong type. An empty path means the default.
     """
     for name in options:
         _check_name(name, "option")
     if config is not None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"config: expected a tvmcap.Config, got {config!r}; pass single options by their "
+                "names"
+            )
         return replace(config, **options)
     return Config(**{**_from_toml(Path("tvmcap.toml")), **_from_environment(os.environ), **options})
 
@@ -175,7 +248,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {e}") from e
     for name in data:
         _check_name(name, f"option in {path}:")
-    return data
+    return {name: _checked(name, value, f"{path}: ") for name, value in data.items()}
 
 
 #: Variables that are switches of the process and not fields of Config.
@@ -191,7 +264,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         _check_name(name, f"variable {key}:")
         if name in _NOT_FROM_TEXT:
             raise ConfigError(f"{key} cannot be given as text; pass {name}= in Python")
-        options[name] = parse_option(name, text)
+        if name in _PATHS and not text:
+            continue  # as if it were not set
+        try:
+            options[name] = _checked(name, parse_option(name, text))
+        except ConfigError as e:
+            raise ConfigError(f"{key}: {e}") from e
     return options
 
 

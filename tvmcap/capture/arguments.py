@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ class BoundCall:
         return tuple(self.call.values[i] for i in self.kept)
 
     @property
+    def required(self) -> tuple[bool, ...]:
+        """Whether a call must give each free argument."""
+        return tuple(self.call.required[i] for i in self.kept)
+
+    @property
     def frozen(self) -> dict[str, Any]:
         """Name to value of the frozen arguments."""
         return {
@@ -78,6 +83,22 @@ def to_torch(value: Any, name: str) -> Any:
     return replace_tensors(value, lambda: next(rest))
 
 
+def checked(
+    args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Sequence[Any] | None, Mapping[str, Any] | None]:
+    """Return the example arguments; ConfigError where they are no sequence or no mapping."""
+    if args is not None and not isinstance(args, tuple | list):
+        raise ConfigError(
+            f"args is a {type(args).__name__}; expected a tuple of the example arguments, such as"
+            " args=(x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(
+            f"kwargs is a {type(kwargs).__name__}; expected a dict of name to example argument"
+        )
+    return args, kwargs
+
+
 def freeze(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], constants: Sequence[str]
 ) -> BoundCall:
@@ -102,7 +123,7 @@ def freeze(
             raise ConfigError(f"constants: no argument {name!r}; {hint}")
     values = tuple(to_torch(v, n) for n, v in zip(call.names, call.values, strict=True))
     kept = tuple(i for i, name in enumerate(call.names) if name not in constants)
-    return BoundCall(fn, Call(call.names, values, call.keyword), kept)
+    return BoundCall(fn, replace(call, values=values), kept)
 
 
 def program_dims(

@@ -8,11 +8,21 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
-from tvm import relax, tirx
+from tvm import relax
 
-from tvmcap.capture.emitting import HALF, Converter, arguments_of, cast, dtype_of, emit, out_dtype
+from tvmcap.capture.emitting import (
+    HALF,
+    Converter,
+    arguments_of,
+    cast,
+    dtype_of,
+    emit,
+    operand,
+    out_dtype,
+)
 from tvmcap.capture.products import PRODUCTS
 from tvmcap.capture.reductions import REDUCTIONS
+from tvmcap.capture.sizes import SIZES
 from tvmcap.capture.structure import dtype_name
 
 
@@ -27,7 +37,7 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
         dtype = dtype_name(torch.result_type(*metas))
         if op is relax.op.divide:
             dtype = out_dtype(node)
-        a, b = (_operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
+        a, b = (operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
         alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
         if alpha != 1:
             b = emit(importer, relax.op.multiply(b, relax.const(alpha, dtype)))
@@ -41,22 +51,13 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
 _ON_BOOL = {relax.op.add: relax.op.logical_or, relax.op.multiply: relax.op.logical_and}
 
 
-def _operand(importer: Any, value: Any, dtype: str) -> Any:
-    if isinstance(value, bool | int | float):
-        return relax.const(value, dtype)
-    if not isinstance(value.ty, relax.TensorType):  # a symbolic size
-        value = emit(importer, relax.op.shape_to_tensor(relax.ShapeExpr([value])))
-        value = emit(importer, relax.op.reshape(value, ()))
-    return cast(importer, value, dtype)
-
-
 def _reversed_subtract(node: fx.Node, importer: Any) -> Any:
     a = arguments_of(node, importer)
     dtype = out_dtype(node)
-    x = _operand(importer, a["self"], dtype)
+    x = operand(importer, a["self"], dtype)
     if a["alpha"] != 1:
         x = emit(importer, relax.op.multiply(x, relax.const(a["alpha"], dtype)))
-    return emit(importer, relax.op.subtract(_operand(importer, a["other"], dtype), x))
+    return emit(importer, relax.op.subtract(operand(importer, a["other"], dtype), x))
 
 
 def _softmax(op: Callable[..., relax.Expr]) -> Converter:
@@ -79,15 +80,6 @@ def _embedding(node: fx.Node, importer: Any) -> Any:
 def _index_select(node: fx.Node, importer: Any) -> Any:
     x, axis, index = importer.retrieve_args(node)[:3]
     return emit(importer, relax.op.take(x, index, axis=axis, mode="clip"))
-
-
-def _select(node: fx.Node, importer: Any) -> Any:
-    """One index of an axis as a slice; TVM's converter reads outside memory at a negative index."""
-    x, axis, index = importer.retrieve_args(node)[:3]
-    axis %= len(x.ty.shape)
-    start = index + x.ty.shape[axis] if isinstance(index, int) and index < 0 else index
-    part = emit(importer, relax.op.strided_slice(x, [axis], [start], [start + 1]))
-    return emit(importer, relax.op.squeeze(part, [axis]))
 
 
 def _index(node: fx.Node, importer: Any) -> Any:
@@ -115,7 +107,7 @@ def _index(node: fx.Node, importer: Any) -> Any:
 def _from_start(importer: Any, index: relax.Expr, extent: Any) -> Any:
     """Count negative indices from the start."""
     dtype = dtype_of(index)
-    size = _operand(importer, int(extent) if isinstance(extent, tirx.IntImm) else extent, dtype)
+    size = operand(importer, extent, dtype)
     is_negative = emit(importer, relax.op.less(index, relax.const(0, dtype)))
     return emit(
         importer, relax.op.where(is_negative, emit(importer, relax.op.add(index, size)), index)
@@ -128,7 +120,7 @@ def _divide_rounding(node: fx.Node, importer: Any) -> Any:
     if mode == "floor":
         return _binary(relax.op.floor_divide)(node, importer)
     dtype = out_dtype(node)
-    a, b = (_operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
+    a, b = (operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
     if mode is None or "float" in dtype:
         quotient = emit(importer, relax.op.divide(a, b))
         return quotient if mode is None else emit(importer, relax.op.trunc(quotient))
@@ -188,6 +180,32 @@ def _group_norm(node: fx.Node, importer: Any) -> Any:
     return [cast(importer, emit(importer, norm), dtype_of(a["input"])), None, None]
 
 
+def _norm_of_itself(node: fx.Node, importer: Any) -> Any:
+    """Batch norm by the statistics of ``x`` itself, which instance norm is made of.
+
+    Subtracts the mean twice: what is left after once is the rounding of the mean, which torch
+    avoids by summing in float64.
+    """
+    a = arguments_of(node, importer)
+    wide = "float32" if dtype_of(a["input"]) in HALF else dtype_of(a["input"])
+    x = cast(importer, a["input"], wide)
+    axes = [axis for axis in range(len(x.ty.shape)) if axis != 1]
+    centred = x
+    for _ in range(2):
+        mean = emit(importer, relax.op.mean(centred, axes, keepdims=True))
+        centred = emit(importer, relax.op.subtract(centred, mean))
+    square = emit(importer, relax.op.multiply(centred, centred))
+    variance = emit(importer, relax.op.mean(square, axes, keepdims=True))
+    variance = emit(importer, relax.op.add(variance, relax.const(a["eps"], wide)))
+    y = emit(importer, relax.op.multiply(centred, emit(importer, relax.op.rsqrt(variance))))
+    for name, op in (("weight", relax.op.multiply), ("bias", relax.op.add)):
+        if a[name] is not None:
+            part = cast(importer, a[name], wide)
+            part = emit(importer, relax.op.expand_dims(part, axes))
+            y = emit(importer, op(y, part))
+    return [cast(importer, y, dtype_of(a["input"])), None, None]
+
+
 def _filled(value: int, size: int, like: relax.Expr) -> Any:
     full = torch.full((size,), value, dtype=getattr(torch, dtype_of(like)))
     return relax.const(tvm.runtime.from_dlpack(full))
@@ -196,6 +214,7 @@ def _filled(value: int, size: int, like: relax.Expr) -> Any:
 CONVERTERS: dict[str, Converter] = {
     **PRODUCTS,
     **REDUCTIONS,
+    **SIZES,
     **{f"add.{kind}": _binary(relax.op.add) for kind in ("Tensor", "Scalar")},
     **{f"sub.{kind}": _binary(relax.op.subtract) for kind in ("Tensor", "Scalar")},
     **{f"mul.{kind}": _binary(relax.op.multiply) for kind in ("Tensor", "Scalar")},
@@ -214,8 +233,8 @@ CONVERTERS: dict[str, Converter] = {
     "expm1.default": _expm1,
     "log1p.default": _log1p,
     "native_group_norm.default": _group_norm,
+    "_native_batch_norm_legit.no_stats": _norm_of_itself,
     "embedding.default": _embedding,
     "index_select.default": _index_select,
-    "select.int": _select,
     "index.Tensor": _index,
 }

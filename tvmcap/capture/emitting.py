@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmcap.capture.structure import dtype_name
 
@@ -28,6 +28,23 @@ def emit(importer: Any, expr: relax.Expr) -> Any:
 def cast(importer: Any, x: relax.Expr, dtype: str) -> Any:
     """Return ``x`` with elements of ``dtype``."""
     return x if dtype_of(x) == dtype else emit(importer, relax.op.astype(x, dtype))
+
+
+def operand(importer: Any, value: Any, dtype: str) -> Any:
+    """Return a number, a symbolic size or a tensor as a tensor of ``dtype``."""
+    if isinstance(value, bool | int | float):
+        return relax.const(value, dtype)
+    if isinstance(value, tirx.IntImm):
+        return relax.const(int(value), dtype)
+    if not isinstance(value.ty, relax.TensorType):  # a symbolic size
+        value = emit(importer, relax.op.shape_to_tensor(relax.ShapeExpr([value])))
+        value = emit(importer, relax.op.reshape(value, ()))
+    return cast(importer, value, dtype)
+
+
+def shape_of(node: fx.Node, importer: Any) -> list[Any]:
+    """Shape that torch gives the node's result, as Relax has it."""
+    return [importer.symbols.expr(size) for size in node.meta["val"].shape]
 
 
 def arguments_of(node: fx.Node, importer: Any) -> dict[str, Any]:

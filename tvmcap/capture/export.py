@@ -75,6 +75,7 @@ def capture(
     cannot be captured, ConfigError for options that do not fit the arguments.
     """
     config = config or Config()
+    args, kwargs = arguments.checked(args, kwargs)
     if isinstance(fn, str | os.PathLike):
         fn = _load(fn)
     if isinstance(fn, ExportedProgram):
@@ -84,6 +85,9 @@ def capture(
     items = [
         describe(value, name, leaves) for name, value in zip(call.names, call.values, strict=True)
     ]
+    for item, is_required in zip(items, call.required, strict=True):
+        if item["kind"] == "const" and is_required:
+            item["required"] = True
     free = shapes.resolve(config.dynamic, call.names, leaves)
     program, out_tree = trace(call, leaves, free)
     return _finish(program, call, leaves, free, {"kind": "tuple", "items": items}, out_tree)

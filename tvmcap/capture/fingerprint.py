@@ -36,11 +36,12 @@ def fingerprint(
     arguments and options that do not fit.
     """
     config = config or Config()
+    args, kwargs = arguments.checked(args, kwargs)
     walk = Walk()
     walk.add("versions", sys.version, torch.__version__, str(torch.get_default_dtype()))
-    walk.add(
-        "autocast", str(torch.is_autocast_enabled("cpu")), str(torch.is_autocast_enabled("cuda"))
-    )
+    for device in ("cpu", "cuda"):
+        walk.add("autocast", str(torch.is_autocast_enabled(device)))
+        walk.add(str(torch.get_autocast_dtype(device)))
     if isinstance(fn, str | os.PathLike):
         with open(fn, "rb") as file:
             walk.add(

@@ -22,6 +22,16 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), ran
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 
 
+#: Names by which code reaches values that its bytecode does not name.
+_BY_NAME = frozenset(
+    {
+        *("getattr", "attrgetter", "globals", "locals", "vars", "eval", "exec"),
+        *("__import__", "import_module", "environ", "getenv", "open", "read_text", "read_bytes"),
+        *("__dict__", "__getattribute__", "__globals__", "__builtins__"),
+    }
+)
+
+
 class Walk:
     """Feeds a hash with objects.
 
@@ -116,7 +126,12 @@ class Walk:
                 self.visit(item)
 
     def code(self, value: types.CodeType) -> None:
-        """Feed bytecode and its constants; file names and line numbers do not count."""
+        """Feed bytecode and its constants; file names and line numbers do not count.
+
+        Code that reaches values by name at run time never matches.
+        """
+        if not _BY_NAME.isdisjoint(value.co_names):
+            self.opaque(value)
         self.add(
             value.co_code,
             repr((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)),

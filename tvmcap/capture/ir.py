@@ -42,7 +42,7 @@ def import_graph(
     Raises CaptureError, the original chained, where a converter fails or disagrees with torch on a
     shape.
     """
-    importer = ExportedProgramImporter()
+    importer = _Importer(symbols)
     builder = importer.block_builder = relax.BlockBuilder()
     params = []
     for name, node in inputs:
@@ -56,6 +56,14 @@ def import_graph(
             result = builder.emit_output(relax.Tuple(outputs))
         builder.emit_func_output(result)
     return _well_formed(builder.get(), params, symbols)
+
+
+class _Importer(ExportedProgramImporter):  # type: ignore[misc]
+    """TVM's importer, with the sizes that our converters ask for."""
+
+    def __init__(self, symbols: Symbols) -> None:
+        super().__init__()
+        self.symbols = symbols
 
 
 def _translate(
@@ -135,14 +143,20 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
         return builder.match_cast(result, relax.TensorType(expected, dtype))
     if len(found) != len(expected):
         raise ValueError(f"the rank came out as {len(found)}, torch has {len(expected)}")
-    analyzer = tvm.sym.Analyzer()
-    for axis, (a, b) in enumerate(zip(found, expected, strict=True)):
-        if analyzer.can_prove_equal(a, b):
-            continue
-        if isinstance(a, tvm.tirx.IntImm) and isinstance(b, int | tvm.tirx.IntImm):
+    plain = tvm.sym.Analyzer()
+    differ = [
+        i
+        for i, (a, b) in enumerate(zip(found, expected, strict=True))
+        if not plain.can_prove_equal(a, b)
+    ]
+    for axis in differ:
+        a, b = found[axis], expected[axis]
+        if symbols.is_true(a != b):
             raise ValueError(f"axis {axis} came out as {a}, torch has {b}")
-        return builder.match_cast(result, relax.TensorType(expected, dtype))
-    return result
+    if any(isinstance(expected[axis], tvm.tirx.Var) for axis in differ):
+        # a match_cast to a bare variable would define it anew, and CanonicalizeBindings never ends
+        return builder.emit(relax.op.reshape(result, expected))
+    return builder.match_cast(result, relax.TensorType(expected, dtype)) if differ else result
 
 
 def _well_formed(mod: tvm.IRModule, params: Sequence[relax.Var], symbols: Symbols) -> tvm.IRModule:

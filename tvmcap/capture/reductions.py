@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmcap.capture.emitting import (
     HALF,
@@ -15,6 +15,7 @@ from tvmcap.capture.emitting import (
     cast,
     dtype_of,
     emit,
+    operand,
     out_dtype,
 )
 
@@ -80,15 +81,34 @@ def _variance(node: fx.Node, importer: Any) -> Any:
     a = arguments_of(node, importer)
     x, axes = a["self"], a["dim"]
     axes = list(range(len(x.ty.shape))) if not axes else [int(d) % len(x.ty.shape) for d in axes]
-    count = 1
+    count: Any = 1
     for axis in axes:
-        count *= int(x.ty.shape[axis])
-    y = emit(importer, relax.op.variance(x, axes, keepdims=bool(a["keepdim"])))
+        count = count * x.ty.shape[axis]
+    keep = bool(a["keepdim"])
     correction = 1 if a["correction"] is None else a["correction"]
-    factor = count / (count - correction) if count > correction else float("nan")
+    if not isinstance(count, int | tirx.IntImm):
+        return _variance_of_any(importer, x, axes, keep, correction, count)
+    y = emit(importer, relax.op.variance(x, axes, keepdims=keep))
+    known = int(count)
+    factor = known / (known - correction) if known > correction else float("nan")
     return (
         y if factor == 1 else emit(importer, relax.op.multiply(y, relax.const(factor, dtype_of(y))))
     )
+
+
+def _variance_of_any(
+    importer: Any, x: relax.Expr, axes: list[int], keep: bool, correction: float, count: Any
+) -> Any:
+    """Variance over axes of which one is dynamic; NaN where nothing is left to divide by."""
+    mean = emit(importer, relax.op.mean(x, axes, keepdims=True))
+    centred = emit(importer, relax.op.subtract(x, mean))
+    square = emit(importer, relax.op.multiply(centred, centred))
+    total = emit(importer, relax.op.sum(square, axes, keepdims=keep))
+    dtype = dtype_of(x)
+    freedom = operand(importer, count, "float64")
+    freedom = emit(importer, relax.op.subtract(freedom, relax.const(correction, "float64")))
+    freedom = emit(importer, relax.op.maximum(freedom, relax.const(0, "float64")))
+    return emit(importer, relax.op.divide(total, cast(importer, freedom, dtype)))
 
 
 def _logsumexp(node: fx.Node, importer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,23 @@ import torch
 from torch.export import Dim as TorchDim
 
 from tvmcap.base.config import Dim
-from tvmcap.base.errors import ConfigError
+from tvmcap.base.errors import ConfigError, LibraryError
+from tvmcap.base.signature import evaluate
 
 Leaves = Sequence[tuple[str, torch.Tensor]]
 
 #: Example sizes tried in place of 0, 1 and sizes that coincide; divisible by what code tends to
 #: divide by.
 _EXAMPLES = (12, 24, 36, 48, 60, 72, 6, 10, 14, 18, 4, 8, 16, 3, 5, 7, 2)
+
+
+_COMPARE = {
+    "!=": operator.ne,
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,25 @@ def torch_shapes(free: Free, leaves: Leaves) -> tuple[dict[int, Any], ...]:
     )
 
 
+def _minimum(fact: str) -> list[str]:
+    """Say from which minimum on a guard holds that some sizes of a dimension break."""
+    found = re.search(r"values of (\w+) = (\S+) in .* guard (.+?) (!=|>=|<=|>|<) (.+?)\.?$", fact)
+    if not found:
+        return []
+    name, label, left, sign, right = found.groups()
+    sides = [side.replace(label, name).replace("M", "m") for side in (left, right)]
+    holds = _COMPARE[sign]
+    try:
+        broken = [
+            n for n in range(2, 4096) if not holds(*(evaluate(side, {name: n}) for side in sides))
+        ]
+    except LibraryError:
+        return []
+    if not broken or broken[-1] == 4095:
+        return []
+    return [f"use {name} = tvmcap.Dim({name!r}, min={broken[-1] + 1}), which admits it"]
+
+
 def explain_violation(text: str, names: Sequence[str]) -> str:
     """Turn torch.export's "Constraints violated" into what must hold, and the cure."""
 
@@ -193,7 +223,7 @@ def explain_violation(text: str, names: Sequence[str]) -> str:
     body = re.sub(r"L\['leaves'\]\[(\d+)\]\.size\(\)\[(\d+)\]", label, body)
     facts = re.findall(r"^\s*- (.*)$", body.split("Suggested fixes:")[0], re.M)
     facts = [re.sub(r" If you're using mark_dynamic.*$", "", fact) for fact in facts]
-    cures = []
+    cures = [cure for fact in facts for cure in _minimum(fact)]
     for name, value in re.findall(
         r"^\s+(\w+) = (.+)$", body.partition("Suggested fixes:")[2], re.M
     ):

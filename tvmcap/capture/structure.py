@@ -12,6 +12,7 @@ import torch
 from tvmcap.base.errors import CaptureError
 from tvmcap.base.signature import Tree
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _CONSTANT_TYPES = (bool, int, float, str, type(None))
 
 
@@ -24,11 +25,13 @@ class Call:
     names: one name an argument.
     values: the example values.
     keyword: whether the function takes that argument by keyword only.
+    required: whether a call must give it: it has no default, or the example differs from it.
     """
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
     keyword: tuple[bool, ...]
+    required: tuple[bool, ...]
 
     def invoke(self, fn: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Call ``fn`` with ``values`` in this order."""
@@ -48,9 +51,8 @@ def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # builtins
         names = [f"arg{i}" for i in range(len(args))] + list(kwargs)
-        return Call(
-            tuple(names), (*args, *kwargs.values()), (False,) * len(args) + (True,) * len(kwargs)
-        )
+        keyword = (False,) * len(args) + (True,) * len(kwargs)
+        return Call(tuple(names), (*args, *kwargs.values()), keyword, (True,) * len(names))
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
@@ -59,19 +61,25 @@ def bind(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
             " positional and"
             f" {sorted(kwargs)} by keyword. Give args and kwargs as for one call"
         ) from e
-    rows: list[tuple[str, Any, bool]] = []
+    rows: list[tuple[str, Any, bool, bool]] = []
     given = [p for p in signature.parameters if p in bound.arguments]
     last = list(signature.parameters).index(given[-1]) if given else -1
     for name, parameter in list(signature.parameters.items())[: last + 1]:
         value = bound.arguments.get(name, parameter.default)
         if parameter.kind is parameter.VAR_POSITIONAL:
             values = bound.arguments.get(name, ())
-            rows += [(f"{name}_{i}", v, False) for i, v in enumerate(values)]
+            rows += [(f"{name}_{i}", v, False, True) for i, v in enumerate(values)]
         elif parameter.kind is parameter.VAR_KEYWORD:
-            rows += [(key, v, True) for key, v in bound.arguments.get(name, {}).items()]
+            rows += [(key, v, True, True) for key, v in bound.arguments.get(name, {}).items()]
         else:
-            rows.append((name, value, parameter.kind is parameter.KEYWORD_ONLY))
-    return Call(tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows))
+            is_required = not _same_constant(value, parameter.default)
+            rows.append((name, value, parameter.kind is parameter.KEYWORD_ONLY, is_required))
+    columns: list[tuple[Any, ...]] = list(zip(*rows, strict=True)) or [()] * 4
+    return Call(*columns)
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    return isinstance(a, _CONSTANT_TYPES) and type(a) is type(b) and bool(a == b)
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
@@ -79,7 +87,10 @@ def as_tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value
     if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
-        return torch.as_tensor(value)
+        try:
+            return torch.as_tensor(value)
+        except TypeError as e:
+            raise CaptureError(f"an example array has no dtype of PyTorch: {e}") from e
     if hasattr(value, "__dlpack__"):
         return torch.from_dlpack(value)
     return None
@@ -93,6 +104,7 @@ def describe(value: Any, name: str, leaves: list[tuple[str, torch.Tensor]]) -> T
     """
     tensor = as_tensor(value)
     if tensor is not None:
+        _check_tensor(tensor, name)
         leaves.append((name, tensor))
         return {"kind": "leaf", "index": len(leaves) - 1}
     if isinstance(value, _CONSTANT_TYPES):
@@ -113,6 +125,21 @@ def describe(value: Any, name: str, leaves: list[tuple[str, torch.Tensor]]) -> T
     )
 
 
+def _check_tensor(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor without plain elements in memory, or with elements that have no kernels."""
+    got = "a meta tensor" if tensor.is_meta else None
+    if tensor.layout != torch.strided:
+        got = f"a tensor of layout {dtype_name(tensor.layout)}"
+    elif tensor.is_complex() or tensor.is_quantized or tensor.dtype in _UNSIGNED:
+        got = f"a tensor of {dtype_name(tensor.dtype)}"
+    if got:
+        raise CaptureError(
+            f"{name} is {got}; a library's tensors are dense, on a device, and hold floating-point"
+            " numbers, int8 to int64, uint8 or bool. Convert it outside the function, complex"
+            " numbers with torch.view_as_real"
+        )
+
+
 def replace_tensors(value: Any, take: Callable[[], Any]) -> Any:
     """Copy ``value`` with each tensor, in order, replaced by what ``take`` returns."""
     if as_tensor(value) is not None:
@@ -127,8 +154,8 @@ def replace_tensors(value: Any, take: Callable[[], Any]) -> Any:
     return value
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a torch dtype as TVM spells it."""
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """Name of a torch dtype as TVM spells it, or of a layout."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import tvm
 from tvm import tirx
 
 from tvmcap.base.errors import CaptureError
@@ -25,6 +26,12 @@ class Symbols:
         self.names: dict[str, str] = {}
         self.bounds = {name: (dim.min, dim.max) for name, dim in free.dims.items()}
         self.vars = {name: tirx.Var(name, "int64") for name in free.dims}
+        self.analyzer = tvm.sym.Analyzer()
+        for name, (low, high) in self.bounds.items():
+            bound = tvm.sym.ConstIntBound(
+                low, tvm.sym.ConstIntBound.POS_INF if high is None else high
+            )
+            self.analyzer.update(self.vars[name], bound)
         for (leaf, axis), name in free.where.items():
             size = inputs[leaf].shape[axis]
             if not isinstance(size, torch.SymInt) or not size.node.expr.is_symbol:
@@ -44,7 +51,18 @@ class Symbols:
         if isinstance(size, int):
             return size
         values = {symbol: self.vars[name] for symbol, name in self.names.items()}
-        return self._fold(size.node.expr, _Expr(values))
+        return self.simplify(self._fold(size.node.expr, _Expr(values)))
+
+    def simplify(self, expr: Any) -> Any:
+        """Simplify a size within the bounds of the dimensions; a known one becomes an int."""
+        if isinstance(expr, int):
+            return expr
+        expr = self.analyzer.simplify(expr)
+        return int(expr) if isinstance(expr, tirx.IntImm) else expr
+
+    def is_true(self, condition: Any) -> bool:
+        """Whether a condition on sizes holds for all that the dimensions admit."""
+        return bool(self.analyzer.can_prove(condition))
 
     def _fold(self, expr: Any, out: _Text | _Expr) -> Any:
         if expr.is_Integer:

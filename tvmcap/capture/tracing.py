@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -122,6 +123,13 @@ def _translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int])
             f"the code branches on, or takes a number out of, the values of tensors{at}. A"
             " library is one straight line"
             " of operators: use torch.where or a mask, or keep the decision outside the function"
+        )
+    below = re.search(r"Expected op to be .* for (\d+)(?:/(\d+))? <= (\w+)$", text)
+    if below and below[3] in sizes:  # torch fails to word this one; it wants sizes above 1 too
+        least = -(-int(below[1]) // int(below[2] or 1)) + 1
+        return CaptureError(
+            f"the code does not hold for every size of {below[3]!r}{at}: small ones leave nothing"
+            f" of a slice. What to do: use {below[3]} = tvmcap.Dim({below[3]!r}, min={least})"
         )
     chosen = f" (captured with {', '.join(f'{n}={s}' for n, s in sizes.items())})" if sizes else ""
     return CaptureError(

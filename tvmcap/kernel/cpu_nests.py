@@ -15,7 +15,10 @@ from typing import Any
 from tvm import tirx
 from tvm.tirx.stmt import ForKind
 
+from tvmcap.kernel import cpu_sums
+from tvmcap.kernel.cpu_along import along
 from tvmcap.kernel.cpu_blocks import Block, loads, substitute, uses
+from tvmcap.kernel.cpu_sums import nest
 from tvmcap.schedules import cpu_build as b
 
 Expr = Any
@@ -68,26 +71,18 @@ def spatial(block: Block, fixed: dict[Any, Expr], store: Finish, machine: Machin
         return store(at, substitute(block.value, at))
 
     def inner(at: dict[Any, Expr]) -> Any:
+        # TVM has no form for one bfloat16 value in all lanes; LLVM makes vectors of this loop
+        same = str(block.buffer.dtype) == "bfloat16" and not uses(block.value, last)
+        kind = ForKind.SERIAL if same else ForKind.VECTORIZED
+
         def turn(start: Expr, wide: bool) -> Any:
             if not wide or width == 1:
                 return element({**at, last: start})
-            return b.loop(
-                "l", width, lambda lane: element({**at, last: start + lane}), ForKind.VECTORIZED
-            )
+            return b.loop("l", width, lambda lane: element({**at, last: start + lane}), kind)
 
         return overlapped(extent, width, turn)
 
     return nest(outer, fixed, inner)
-
-
-def nest(
-    axes: list[tuple[Any, Expr]], at: dict[Any, Expr], body: Callable[[dict[Any, Expr]], Any]
-) -> Any:
-    """Return serial loops over ``axes`` around ``body``."""
-    if not axes:
-        return body(at)
-    (axis, extent), *rest = axes
-    return b.loop(axis.name, extent, lambda v: nest(rest, {**at, axis: v}, body))
 
 
 def reduction(
@@ -104,7 +99,8 @@ def reduction(
     """
     free = [(a, e) for a, e in zip(block.axes, block.extents, strict=True) if a not in fixed]
     if along_reduced(block, [a for a, _ in free]):
-        return nest(free, fixed, lambda at: _along(block, at, store, machine))
+        width = width_for(block.reduced_extents[-1], block, machine)
+        return nest(free, fixed, lambda at: along(block, at, width, store))
     if not free:
         return _tile(block, fixed, [{}], None, 1, store)
     *outer, (last, extent) = free
@@ -189,87 +185,35 @@ def _tile(
         )
 
     every = range(len(rows))
+    axes = list(zip(block.reduced, block.reduced_extents, strict=True))
+    # rows that share loads make a matrix product, which is summed in longer chains everywhere
+    steps = cpu_sums.steps_for(block) * (1 if len(rows) == 1 else 4)
+    points = cpu_sums.steps_of(axes)
+    totals: cpu_sums.Totals | None = None
+    if cpu_sums.is_float_sum(block) and (points is None or points > 2 * steps):
+        totals = cpu_sums.Totals(acc, len(rows), lanes)
+
+    def point(inner: dict[Any, Expr]) -> Any:
+        return b.seq(*(step(inner, r) for r in every))
+
+    loops = (
+        nest(axes, {}, point)
+        if totals is None
+        else cpu_sums.nest_in_blocks(axes, steps, point, totals.flush())
+    )
+    result = acc if totals is None else totals.total
     return b.seq(
         tirx.AllocBuffer(acc),
+        totals and totals.start(),
         *(
             each(
                 r, lambda where, slot: tirx.BufferStore(acc, substitute(block.init, where), [slot])
             )
             for r in every
         ),
-        nest(
-            list(zip(block.reduced, block.reduced_extents, strict=True)),
-            {},
-            lambda inner: b.seq(*(step(inner, r) for r in every)),
+        loops,
+        *(
+            each(r, lambda where, slot: store(where, tirx.BufferLoad(result, [slot])))
+            for r in every
         ),
-        *(each(r, lambda where, slot: store(where, tirx.BufferLoad(acc, [slot]))) for r in every),
     )
-
-
-def _along(block: Block, at: dict[Any, Expr], store: Finish, machine: Machine) -> Any:
-    """Return the reduction of one element with vectors along the last reduced axis."""
-    *outer, (last, extent) = zip(block.reduced, block.reduced_extents, strict=True)
-    width = width_for(extent, block, machine)
-    copies = 4 if not isinstance(extent, tirx.IntImm) or extent.value >= 4 * width else 1
-    total = width * copies
-    acc = tirx.decl_buffer((total,), block.buffer.dtype, "acc")
-    init = substitute(block.init, at)
-    kind = ForKind.VECTORIZED if total > 1 else ForKind.SERIAL
-
-    def combine(slot: Expr, value: Expr) -> Any:
-        return tirx.BufferStore(acc, block.combine(tirx.BufferLoad(acc, [slot]), value), [slot])
-
-    def vector(start: Expr, first: int, inner: dict[Any, Expr]) -> Any:
-        if width == 1:
-            return combine(b.const(first), substitute(block.value, {**inner, last: start}))
-        return b.loop(
-            "l",
-            width,
-            lambda lane: combine(
-                lane + first, substitute(block.value, {**inner, last: start + lane})
-            ),
-            ForKind.VECTORIZED,
-        )
-
-    def line(inner: dict[Any, Expr]) -> Any:
-        many = tirx.truncdiv(extent, b.const(total))
-        some = tirx.truncdiv(extent - many * total, b.const(width))
-        done = many * total + some * width
-        return b.seq(
-            b.loop(
-                "u",
-                many,
-                lambda u: b.seq(
-                    *(vector(u * total + c * width, c * width, inner) for c in range(copies))
-                ),
-            ),
-            b.loop("v", some, lambda v: vector(many * total + v * width, 0, inner)),
-            b.loop(
-                "j",
-                extent - done,
-                lambda j: combine(b.const(0), substitute(block.value, {**inner, last: done + j})),
-            ),
-        )
-
-    return b.seq(
-        tirx.AllocBuffer(acc),
-        # Lanes other than the first start from the combiner's neutral element, which is what TVM's
-        # reducers use as init.
-        b.loop("l", total, lambda lane: tirx.BufferStore(acc, init, [lane]), kind),
-        nest(list(outer), at, line),
-        *(_fold(acc, half, combine) for half in _halves(total)),
-        store(at, tirx.BufferLoad(acc, [b.const(0)])),
-    )  # fmt: skip
-
-
-def _halves(total: int) -> list[int]:
-    found = []
-    while total > 1:
-        total //= 2
-        found.append(total)
-    return found
-
-
-def _fold(acc: Any, half: int, combine: Callable[[Expr, Expr], Any]) -> Any:
-    kind = ForKind.VECTORIZED if half > 1 else ForKind.SERIAL
-    return b.loop("l", half, lambda lane: combine(lane, tirx.BufferLoad(acc, [lane + half])), kind)

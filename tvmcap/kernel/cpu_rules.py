@@ -13,7 +13,7 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from tvmcap.kernel import conv_match, cpu_conv
+from tvmcap.kernel import conv_match, cpu_conv, cpu_scans
 from tvmcap.kernel import cpu_blocks as cb
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.cpu_blocks import Block
@@ -52,11 +52,13 @@ def schedule(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
             "no loop-nest rule fits a PrimFunc of %d parameters; its loops stay serial",
             len(func.params),
         )
-        whole = tirx.PrimFunc(params, cb.substitute(func.body, renamed), func.ret_type, func.attrs)
+        body = cpu_scans.carried(cb.substitute(func.body, renamed))
+        whole = tirx.PrimFunc(params, body, func.ret_type, func.attrs)
         return whole.with_attr("tirx.is_scheduled", True)
     machine = Machine(vector_lanes(target), vector_registers(target), threads(target))
     if relax.analysis.has_reshape_pattern(func):
-        body = _Rule([], func.params, renamed, machine).copy(*func.params[:2])
+        tensors = filter(tirx.is_buffer_var, func.params)
+        body = _Rule([], func.params, renamed, machine).copy(*tensors)
         return b.scheduled(func, params, body).with_attr(RESHAPE, True)
     return b.scheduled(
         func, params, _Rule(cb.inline(blocks, func.params), func.params, renamed, machine).body()

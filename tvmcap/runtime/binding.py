@@ -153,7 +153,7 @@ def _positional(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, 
             raise InputError(f"{expected}, got {name!r} both by position and by name")
     values = list(args)
     for name, item in list(zip(names, items, strict=True))[len(args) :]:
-        if name not in kwargs and item["kind"] != "const":
+        if name not in kwargs and (item["kind"] != "const" or item.get("required")):
             raise InputError(f"{expected}, got no {name!r}")
         values.append(kwargs.get(name, item.get("value")))
     return values

@@ -83,10 +83,14 @@ def example_sizes(
 
 
 def edge_sizes(signature: Signature, base: Mapping[str, int], level: str) -> list[dict[str, int]]:
-    """Return ``base``, then each dimension in turn at its minimum and at tile edges."""
+    """Return ``base``, then each dimension in turn at its minimum and at tile edges.
+
+    Empty batches are part of ``"full"`` alone: eager itself has operators that refuse them.
+    """
     chosen: list[dict[str, int]] = [dict(base)]
     for dim in signature.dims:
-        edges = {dim.min, *(EDGES if level == "quick" else FULL_EDGES)}
+        least = dim.min if level == "full" else max(dim.min, 1)
+        edges = {least, *(EDGES if level == "quick" else FULL_EDGES)}
         if dim.max is not None and (level == "full" or dim.max <= max(EDGES)):
             edges.add(dim.max)
         for size in sorted(edges):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tvmcap.base.errors import ConfigError
+from tvmcap.base.errors import ConfigError, InputError, TvmcapError
 from tvmcap.base.numerics import to_numpy
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 
@@ -27,10 +27,6 @@ def numpy_dtype(name: str) -> Any:
 def draw(signature: Signature, sizes: Mapping[str, int], seed: int) -> list[Any]:
     """Draw normal floats, integers 0 and 1; a size that is not given is 16, within bounds."""
     rng = np.random.default_rng(seed)
-    unknown = set(sizes) - {d.name for d in signature.dims}
-    if unknown:
-        have = ", ".join(d.name for d in signature.dims) or "none"
-        raise ConfigError(f"--sizes: no dimension {sorted(unknown)[0]!r}; there are: {have}")
     chosen = {d.name: min(max(16, d.min), d.max or 16) for d in signature.dims} | dict(sizes)
     drawn = []
     for spec in signature.inputs:
@@ -49,19 +45,40 @@ def read(path: str, signature: Signature) -> list[Any]:
         raise ConfigError(f"{path}: expected one of {', '.join(_FORMATS)}")
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file")
-    if suffix == ".npy":
-        if len(names) != 1:
-            raise ConfigError(f"{path}: one array for the inputs {', '.join(names)}; use .npz")
-        return [np.load(path, allow_pickle=False)]
-    if suffix == ".npz":
-        with np.load(path, allow_pickle=False) as stored:
-            found = {name: stored[name] for name in stored.files}
-    else:
-        found = _safetensors().load_file(path)
+    if suffix == ".npy" and len(names) != 1:
+        raise ConfigError(f"{path}: one array for the inputs {', '.join(names)}; use .npz")
+    found = _read_arrays(path, suffix, names[0] if names else "")
     missing = [n for n in names if n not in found]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}; it has {', '.join(found)}")
+    for name in names:
+        if found[name].dtype.kind not in "biufcV":
+            raise InputError(f"{path}: {name}: expected numbers, got {found[name].dtype}")
     return [found[n] for n in names]
+
+
+def _read_arrays(path: str, suffix: str, only: str) -> dict[str, Any]:
+    """Read the arrays of a file; the one of a .npy file is called ``only``."""
+    load_file = _safetensors().load_file if suffix == ".safetensors" else None
+    try:
+        if load_file is not None:
+            return dict(load_file(path))
+        stored = np.load(path, allow_pickle=False)
+        if (suffix == ".npy") != isinstance(stored, np.ndarray):
+            raise ValueError(f"it holds a {type(stored).__name__}")
+        if suffix == ".npy":
+            return {only: stored}
+        with stored:
+            return {name: stored[name] for name in stored.files}
+    except Exception as e:
+        raise InputError(
+            f"{path}: expected arrays of numbers in {suffix} form, and they cannot be read "
+            f"({_one_line(e)}); write the file again"
+        ) from e
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def call(compiled: Any, leaves: list[Any]) -> dict[str, Any]:
@@ -86,14 +103,21 @@ def _to_torch(torch: Any, array: Any, dtype: str) -> Any:
 def write(path: str, outputs: Mapping[str, Any]) -> None:
     """Write outputs to .npz, .safetensors, or (one output) .npy."""
     suffix = Path(path).suffix
-    if suffix == ".npz":
-        np.savez(path, **outputs)
-    elif suffix == ".safetensors":
-        _safetensors().save_file({k: np.ascontiguousarray(v) for k, v in outputs.items()}, path)
-    elif suffix == ".npy" and len(outputs) == 1:
-        np.save(path, next(iter(outputs.values())))
-    else:
+    if suffix not in _FORMATS or (suffix == ".npy" and len(outputs) != 1):
         raise ConfigError(f"--save {path}: expected .npz, .safetensors, or .npy for one output")
+    save_file = _safetensors().save_file if suffix == ".safetensors" else None
+    try:
+        if save_file is not None:
+            save_file({k: np.ascontiguousarray(v) for k, v in outputs.items()}, path)
+        elif suffix == ".npz":
+            np.savez(path, **outputs)
+        else:
+            np.save(path, next(iter(outputs.values())))
+    except Exception as e:
+        raise TvmcapError(
+            f"--save {path}: cannot be written ({_one_line(e)}); name a file in a folder that "
+            "exists and that you may write to"
+        ) from e
 
 
 def _safetensors() -> Any:
