@@ -21,7 +21,8 @@ Tree = dict[str, Any]
 
 ``{"kind": "leaf", "index": 0}``, ``{"kind": "tuple" | "list", "items": [...]}``, ``{"kind": "dict",
 "keys": [...], "items": [...]}`` or ``{"kind": "const", "value": ...}`` (None, bool, int, float,
-str; with ``"required": True`` a call must give that value). ``index`` counts into ``Signature.inputs`` or ``Signature.outputs``.
+str; with ``"required": True`` a call must give that value). ``index`` counts into
+``Signature.inputs`` or ``Signature.outputs``.
 """
 
 
