@@ -56,7 +56,8 @@ def manifest_text(manifest: Manifest) -> str:
     """Describe what the library was built from, for and by."""
     target = ", ".join(f"{k} {v}" for k, v in manifest.target.items() if k != "features" and v)
     versions = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
-    state = {True: "yes", False: "no: not run where it was built, or outside the budget", None: "not yet"}
+    failed = "no: not run where it was built, or outside the budget"
+    state = {True: "yes", False: failed, None: "not yet"}
     lines = [
         f"target     {target}",
         f"versions   {versions}",
