@@ -18,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gemm_tables as gemm
+
 from tvmcap.versions import COMPILER, source_hash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,6 +146,12 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gpu_blocks": ("gpu_blocks", gpu_blocks),
     "gpu_blocks_all": ("gpu_blocks", gpu_blocks_all),
     "overheads": ("overheads", overheads),
+    "gemm_summary": ("gemm_suite", gemm.summary_table),
+    "gemm_suite": ("gemm_suite", lambda rows: gemm.suite_table(_us)(rows)),
+    "gemm_row_template": ("gemm_suite", lambda rows: gemm.row_table(_us)(rows)),
+    "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
+    "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
+    "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
 }
 """Name of a table to the result file it is made of and what makes it."""
 

@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tvm import tirx
 
 from tvmcap.kernel.template import Template
 from tvmcap.schedules.cpu_lower import lower
-from tvmcap.schedules.cpu_match import Gemm, match
 from tvmcap.schedules.cpu_target import pack_width, threads, vector_lanes, vector_registers
 from tvmcap.schedules.cpu_tile import Knobs
+from tvmcap.schedules.gemm_match import Gemm, read
+
+
+def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
+    """Return the matrix product that ``func`` is on llvm, or None."""
+    if target.kind.name != "llvm":
+        return None
+    return read(func, lambda dtype: pack_width(dtype, target))
 
 
 def tiles(target: Any) -> list[tuple[int, int]]:
@@ -98,6 +106,5 @@ TEMPLATE = Template(
     lower=lower,
     features=features,
     feature_names=FEATURES,
-    variants=True,
     modules=tuple(f"tvmcap.schedules.cpu_{part}" for part in ("build", "pack", "target", "tile")),
 )

@@ -13,10 +13,10 @@ from tvm import tirx
 from tvm.tirx.stmt import ForKind
 
 from tvmcap.schedules import cpu_build as b
-from tvmcap.schedules.cpu_match import Gemm
 from tvmcap.schedules.cpu_pack import copy_columns, copy_rows
 from tvmcap.schedules.cpu_target import pack_width, threads, vector_lanes, vector_registers
 from tvmcap.schedules.cpu_tile import Knobs, Panel, Tiles, zero
+from tvmcap.schedules.gemm_match import Gemm
 
 #: Multiply-adds below which a product runs on the calling thread: waking the others costs more.
 SERIAL_BELOW = 1 << 17
@@ -61,6 +61,7 @@ class _Nest:
             self.regs,
             self.nr,
             self.views[self.p.a],
+            (self.k, b.const(1)) if self.p.a_layout == "mk" else (b.const(1), self.m),
             self.k,
             self.kc,
             self.blocks_k == 1,
@@ -141,7 +142,8 @@ class _Nest:
         view = self.views[self.p.b]
 
         def multiply(source: Panel, most: int) -> Any:
-            a0 = (batch * self.m + row) * self.k + k0
+            a0 = self._matrix(batch, self.p.a_batched) * self.m * self.k
+            a0 = a0 + (row * self.k + k0 if self.p.a_layout == "mk" else k0 * self.m + row)
             return b.bound(
                 "kl", steps, lambda kl: self.tiles.rows(source, a0, left, kl, tile, most)
             )
@@ -158,18 +160,21 @@ class _Nest:
         )
         if self.p.layout == "nk" or not self.knobs.direct:
             return copied
-        lies = Panel(view, (batch * self.k + k0) * self.n + column, self.n)
+        lies = Panel(
+            view, (self._matrix(batch, self.p.b_batched) * self.k + k0) * self.n + column, self.n
+        )
         direct = multiply(lies, min(self.knobs.direct, self.knobs.mr))
         fits = tirx.all(left <= b.const(self.knobs.direct), column + self.nr <= self.n)
         return tirx.IfThenElse(fits, direct, copied)
 
     def _copy(self, batch: Any, column: Any, k0: Any, steps: Any, packed: Any) -> Any:
         view, n, k = self.views[self.p.b], self.n, self.k
+        matrix = self._matrix(batch, self.p.b_batched)
 
         def start(i: Any) -> Any:
             if self.p.layout == "kn":
-                return (batch * k + k0 + i) * n + column
-            return (batch * n + column + i) * k + k0
+                return (matrix * k + k0 + i) * n + column
+            return (matrix * n + column + i) * k + k0
 
         copy = copy_rows if self.p.layout == "kn" else copy_columns
         return copy(view, start, steps, n - column, packed, self.vl, self.nr)
@@ -231,6 +236,10 @@ class _Nest:
         return b.seq(*binds, *(tirx.BufferStore(self.views[out], x, [spot]) for out, x in values))
 
     # --- small things
+
+    def _matrix(self, batch: Any, batched: bool) -> Any:
+        """Return which matrix of an operand one product of the batch reads."""
+        return batch if batched else b.const(0)
 
     def _is_whole(self, buffer: Any) -> bool:
         shape = self.p.fused.epilogue.anchor.shape

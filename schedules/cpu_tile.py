@@ -56,7 +56,9 @@ class Tiles:
     knobs: the setting.
     lanes, registers: of the target.
     width: columns of a panel.
-    a, k: flat view of A and the length of its rows.
+    a: flat view of A.
+    strides: distances in it between neighbouring rows and between neighbouring steps of K.
+    k: steps of K in all.
     kc: steps of one block of K.
     whole: one block is all of K; else the sums of each block are added to the tile's memory.
     """
@@ -66,6 +68,7 @@ class Tiles:
     registers: int
     width: int
     a: Any
+    strides: tuple[Expr, Expr]
     k: Expr
     kc: Expr
     whole: bool
@@ -73,11 +76,11 @@ class Tiles:
     def rows(self, panel: Panel, a0: Expr, left: Expr, kl: Expr, memory: Any, most: int) -> Any:
         """Return the loop over full tiles of ``most`` rows, and tiles of 4, 2 and 1 for the rest.
 
-        A's element (i, k) is ``a[a0 + i * K + k]``; the sums go to ``memory[i * width + j]``.
+        A's element (0, 0) is ``a[a0]``; the sums go to ``memory[i * width + j]``.
         """
 
         def part(i: Expr, r: int) -> Any:
-            return self._columns(panel, a0 + i * self.k, r, kl, memory, i * self.width)
+            return self._columns(panel, a0 + i * self.strides[0], r, kl, memory, i * self.width)
 
         full = b.loop("i", tirx.truncdiv(left, most), lambda i: part(i * most, most))
         rest, bit = [], 1
@@ -118,7 +121,11 @@ class Tiles:
 
         def step(k: Expr) -> list[Any]:
             base = panel.base + k * panel.stride
-            left = [tirx.Broadcast(as_float(self.a, a0 + i * self.k + k), lanes) for i in range(r)]
+            start = a0 + k * self.strides[1]
+            left = [
+                tirx.Broadcast(as_float(self.a, start + i * self.strides[0]), lanes)
+                for i in range(r)
+            ]
             right = [
                 as_float(panel.buffer, b.lanes(base + v * lanes, lanes), f"x{lanes}")
                 for v in range(count)

@@ -1,136 +1,252 @@
-"""Hopper GEMM: wgmma fed by TMA, for bf16 and fp16 on sm_90a, with the fused PrimFunc's epilogue.
+"""Hopper GEMM: wgmma fed by TMA on sm_90a, with the fused PrimFunc's epilogue.
 
-One producer warp group fills a ring of shared-memory stages through TMA, two consumer warp groups
-of 64 rows each multiply them with wgmma and keep float32 accumulators in registers; the grid is
-persistent. Results leave through swizzled shared memory and a TMA store, which overlaps the next
-tile's main loop, or straight from registers. Instruction shapes, descriptors and swizzles: PTX ISA
-9.0, "Asynchronous warpgroup-level matrix instructions".
+For bf16, fp16 and, where allowed, tf32. One producer thread fills a ring of shared-memory stages
+through TMA, two consumer warp groups multiply them with wgmma and keep float32 sums in registers.
+Few rows go to a kernel with the operands exchanged (skinny_kernel). Instruction shapes, descriptors
+and swizzles: PTX ISA 9.0, "Asynchronous warpgroup-level matrix instructions".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from tvm import tirx
 
 from tvmcap.kernel.template import Template
-from tvmcap.schedules import cpu_match
-from tvmcap.schedules.hopper_kernel import SHARED_BYTES, gemm_kernel, stage_bytes
+from tvmcap.schedules import gemm_match, hopper_reasons, skinny_kernel
+from tvmcap.schedules.gemm_match import Gemm
+from tvmcap.schedules.hopper_estimate import estimate_us
+from tvmcap.schedules.hopper_kernel import gemm_kernel, launch_params
+from tvmcap.schedules.hopper_plan import SHARED_BYTES, SM_COUNT, plan
 
-SM_COUNT = 132
-FEW_ROWS = 256
-_WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+RANGES = (16, 64, 256, 1024, 4096)
+"""Rows up to which a default serves where their number is symbolic; the last serves any."""
+GROUPS = ("rows", "columns", "tiles")
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """Tile of 128 x ``bn`` x ``bk``, ``stages`` of it in shared memory.
+    """Tile of ``bm`` x ``bn`` x ``bk`` a CTA, ``stages`` of it in shared memory.
 
-    Tiles are walked in groups of ``group`` rows. ``late`` frees a stage one k step late, so that
-    the tensor cores never drain. ``tma_store`` lets results leave through TMA.
+    ``groups`` says how the two consumer warp groups divide the work: "rows" or "columns" of a tile,
+    or "tiles" in turn (ping-pong: one's epilogue hides behind the other's main loop). ``cluster_m``
+    CTAs along M share the tile of B, ``cluster_n`` along N that of A, through multicast. ``split``
+    CTAs of a cluster share K and sum through distributed shared memory. Tiles are walked in groups
+    of ``group`` rows. ``late`` frees a stage one k step late, so that the tensor cores never drain.
+    ``tma_store`` lets results leave through TMA. A ``dependent`` kernel starts before the one
+    before it has ended (programmatic dependent launch), and waits; ``warm`` lets it bring its first
+    stages to the L2 cache meanwhile. ``swapped`` exchanges the operands, for few rows: ``bm`` are
+    columns then, ``bn`` rows.
     """
 
+    bm: int = 128
     bn: int = 128
     bk: int = 64
     stages: int = 6
+    groups: str = "tiles"
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split: int = 1
     group: int = 8
-    late: bool = False
+    late: bool = True
     tma_store: bool = True
+    dependent: bool = True
+    warm: bool = False
+    swapped: bool = False
 
 
-def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
+#: Tiles worth trying, as (bm, bn, groups); the sums fill at most 144 registers of a thread.
+TILES = (
+    *((128, bn, "rows") for bn in (64, 96, 112, 128, 160, 192, 224, 256)),
+    *((256, bn, "rows") for bn in (64, 96, 128)),
+    *((64, bn, "columns") for bn in (64, 96, 128, 160, 192, 224, 256)),
+    *((192, bn, "columns") for bn in (128, 160, 192)),
+    *((64, bn, "tiles") for bn in (64, 128, 192, 256)),
+    *((128, bn, "tiles") for bn in (64, 96, 128)),
+)
+
+
+def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
     """Return the matrix product that ``func`` is, where TMA and wgmma can serve it."""
-    if target.kind.name != "cuda" or str(target.arch) != "sm_90a":
+    if target.kind.name != "cuda":
         return None
-    gemm = cpu_match.read(func)
-    if gemm is None or gemm.batch or gemm.layout not in ("nk", "kn"):
+    gemm = gemm_match.read(func)
+    if gemm is None or hopper_reasons.refuse_product(gemm, target) is not None:
         return None
-    kinds = {str(gemm.a.dtype), str(gemm.b.dtype)}
-    fixed = isinstance(gemm.n, int) and isinstance(gemm.k, int)
-    if (
-        len(kinds) != 1
-        or not kinds <= set(_WGMMA_TYPES)
-        or str(gemm.fused.epilogue.anchor.dtype) != "float32"
-    ):
-        return None
-    # TMA needs rows that start at multiples of 16 bytes
-    return gemm if fixed and gemm.n % 8 == 0 and gemm.k % 8 == 0 else None
+    return gemm
 
 
-def stores_through_tma(gemm: cpu_match.Gemm) -> bool:
-    """Whether the one output can leave through shared memory; a swizzle row is 64 columns of it."""
+def stores_through_tma(gemm: Gemm) -> bool:
+    """Whether the outputs can leave through shared memory: 16 bits, rows that TMA addresses."""
     outputs = gemm.fused.epilogue.outputs
-    return len(outputs) == 1 and str(outputs[0].dtype) in _WGMMA_TYPES
+    halves = all(str(o.dtype) in ("float16", "bfloat16") for o in outputs)
+    return halves and gemm_match.is_multiple(gemm.n, 8)
 
 
-def fits(gemm: cpu_match.Gemm, knobs: Knobs) -> bool:
-    """Whether a setting can run: its shared memory, its store path, no tile wider than needed."""
-    if knobs.tma_store and not stores_through_tma(gemm):
-        return False
-    narrow = knobs.bn <= max(64, -(-gemm.n // 64) * 64)
-    return narrow and stage_bytes(knobs) <= SHARED_BYTES
+def fits(gemm: Gemm, knobs: Knobs) -> bool:
+    """Whether a setting can run: registers, shared memory, cluster, its store path."""
+    if knobs.swapped:
+        return _fits_swapped(gemm, knobs)
+    p = plan(gemm, knobs)
+    shape = (knobs.bm, knobs.bn, knobs.groups) in TILES
+    share = knobs.bn % (8 * knobs.cluster_m) == 0 and knobs.bm % (8 * knobs.cluster_n) == 0
+    cluster = p.cluster in (1, 2, 4, 8) and share
+    summed = knobs.split == 1 or (not knobs.tma_store and p.group_columns % (8 * knobs.split) == 0)
+    stored = not knobs.tma_store or (stores_through_tma(gemm) and p.columns > 0)
+    chunks = p.group_columns % p.atom == 0 or gemm.layout == "nk"
+    narrow = not isinstance(gemm.n, int) or knobs.bn <= max(64, -(-gemm.n // 64) * 64)
+    memory = p.shared_bytes <= SHARED_BYTES
+    early = knobs.dependent or not knobs.warm
+    return all((shape, cluster, summed, stored, chunks, narrow, memory, early))
 
 
-def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
-    """Every setting that fits."""
+def _fits_swapped(gemm: Gemm, knobs: Knobs) -> bool:
+    plain = gemm.a_layout == "mk" and not gemm.batch and not gemm.tf32
+    fixed = isinstance(gemm.n, int) and isinstance(gemm.k, int)
+    shape = knobs.bm in (64, 128) and knobs.bn in (8, 16, 32, 64) and knobs.bn >= knobs.split
+    same = _swapped_form(knobs) == knobs
+    memory = skinny_kernel.skinny_bytes(gemm, knobs) <= SHARED_BYTES
+    return plain and fixed and shape and same and memory
+
+
+def _swapped_form(knobs: Knobs) -> Knobs:
+    """Return a setting with the operands exchanged, what that kernel does not read at one value."""
+    return replace(
+        knobs,
+        groups="columns",
+        cluster_m=1,
+        cluster_n=1,
+        group=1,
+        late=False,
+        tma_store=False,
+        warm=False,
+        swapped=True,
+    )
+
+
+def deepest(gemm: Gemm, knobs: Knobs) -> Knobs | None:
+    """Return a setting with as many stages as fit, two at least; None where it cannot run."""
+    for stages in range(16, 1, -1):
+        deep = replace(knobs, stages=stages)
+        if fits(gemm, deep):
+            return deep
+    return None
+
+
+def space(gemm: Gemm, target: Any) -> list[Knobs]:
+    """Every setting that fits, its ring as deep as it can be."""
+    tma = stores_through_tma(gemm)
+    shared = ((1, 1), (2, 1), (1, 2))
     points = [
-        Knobs(bn, bk, stages, group, late, tma)
-        for bn in (64, 128, 192, 256)
-        for bk in (64, 128)
-        for stages in range(2, 10)
+        Knobs(bm, bn, 64, 2, groups, cm, cn, 1, group, late, tma)
+        for bm, bn, groups in TILES
+        for cm, cn in shared
         for group in (4, 8, 16)
         for late in (False, True)
-        for tma in (True, False)
     ]
-    return [knobs for knobs in points if fits(gemm, knobs)]
+    points += [
+        Knobs(bm, bn, 64, 2, groups, cm, cn, split, 8, late, False)
+        for bm, bn, groups in TILES
+        for cm, cn in shared
+        for split in (2, 4)
+        for late in (False, True)
+    ]
+    return [k for k in (deepest(gemm, knobs) for knobs in points) if k] + _swapped(gemm)
 
 
-def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
-    """The setting that did best over shapes on an H200.
-
-    Narrow tiles where rows are few, 128 columns elsewhere.
-    """
-    return _default(gemm, gemm.rows if isinstance(gemm.rows, int) else FEW_ROWS + 1)
-
-
-def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
-    """The defaults of a symbolic number of rows: one kernel for few rows, one for the rest."""
-    few, many = _default(gemm, FEW_ROWS), _default(gemm, FEW_ROWS + 1)
-    return [(None, few)] if few == many else [(FEW_ROWS, few), (None, many)]
-
-
-def _default(gemm: cpu_match.Gemm, rows: int) -> Knobs:
-    tma = stores_through_tma(gemm)
-    if rows <= FEW_ROWS or gemm.n <= 64:
-        return Knobs(bn=64, stages=8, tma_store=tma)
-    return Knobs(tma_store=tma)
+def _swapped(gemm: Gemm) -> list[Knobs]:
+    """Settings with the operands exchanged: rings for one to four CTAs a multiprocessor."""
+    found: dict[Knobs, None] = {}
+    for bm in (64, 128):
+        for bn in (8, 16, 32, 64):
+            for bk in (64, 128, 256):
+                for split in (1, 2, 4, 8):
+                    for ctas in (1, 2, 3, 4):
+                        knobs = _swapped_form(Knobs(bm, bn, bk, 2, split=split))
+                        fixed = skinny_kernel.skinny_bytes(gemm, replace(knobs, stages=0))
+                        one = skinny_kernel.skinny_bytes(gemm, replace(knobs, stages=1)) - fixed
+                        stages = min((SHARED_BYTES // ctas - 1024 - fixed) // one, 16)
+                        knobs = replace(knobs, stages=stages)
+                        if stages >= 2 and fits(gemm, knobs):
+                            found[knobs] = found[replace(knobs, dependent=False)] = None
+    return list(found)
 
 
-def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
+def default(gemm: Gemm, target: Any) -> Knobs:
+    """Return the setting that should be fastest by count of cycles and bytes."""
+    rows = gemm.rows if isinstance(gemm.rows, int) else RANGES[-1]
+    return _best(gemm, space(gemm, target), rows)
+
+
+def ranges(gemm: Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
+    """Return the defaults of a symbolic number of rows, each the best at its largest rows."""
+    points = space(gemm, target)
+    bounds = (*RANGES[:-1], None)
+    found: list[tuple[int | None, Knobs]] = []
+    for rows, bound in zip(RANGES, bounds, strict=True):
+        knobs = _best(gemm, points, rows)
+        if found and found[-1][1] == knobs:
+            found.pop()
+        found.append((bound, knobs))
+    return found
+
+
+def _best(gemm: Gemm, points: Sequence[Knobs], rows: int) -> Knobs:
+    sizes = (rows, *_sizes(gemm)[1:])
+    return min(points, key=lambda knobs: estimate_us(gemm, knobs, sizes))
+
+
+def _sizes(gemm: Gemm) -> tuple[int, int, int, int]:
+    """Rows, columns, K and batch, a typical one where symbolic."""
+    batch = 1
+    for extent in gemm.batch:
+        batch *= extent if isinstance(extent, int) else 16
+    rows, n, k = (e if isinstance(e, int) else RANGES[-2] for e in (gemm.rows, gemm.n, gemm.k))
+    return rows, n, k, batch
+
+
+def estimate(gemm: Gemm, knobs: Sequence[Knobs], target: Any) -> list[float]:
+    """Estimate the microseconds of settings, good for an order."""
+    sizes = _sizes(gemm)
+    return [estimate_us(gemm, point, sizes) for point in knobs]
+
+
+def lower(func: tirx.PrimFunc, gemm: Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
     """Write the TIRx kernel of a setting, with the parameters of ``func``."""
-    kernel = gemm_kernel(gemm, knobs)
-    attrs = {"tirx.is_scheduled": True}
+    if knobs.swapped:
+        kernel = skinny_kernel.skinny_kernel(gemm, knobs)
+        launch = skinny_kernel.launch_params(knobs)
+    else:
+        kernel, launch = gemm_kernel(gemm, knobs), launch_params(knobs)
+    attrs = {"tirx.is_scheduled": True, "tirx.kernel_launch_params": launch}
     return tirx.PrimFunc(func.params, kernel.body).with_attr(attrs)
 
 
-FEATURES = tuple("rows n k bn bk stages group late tma_store tiles waves bytes_per_stage".split())
+_FIELDS = tuple(Knobs.__dataclass_fields__)
+FEATURES = ("rows", "n", "k", "batch", *_FIELDS, "tiles", "fill", "steps", "estimate_us")
 
 
 def features(
-    gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any
+    gemm: Gemm, knobs: Sequence[Knobs], target: Any
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
-    rows = gemm.rows if isinstance(gemm.rows, int) else 1024
+    rows, n, k, batch = sizes = _sizes(gemm)
     table = []
-    for k in knobs:
-        tiles = -(-rows // 128) * -(-gemm.n // k.bn)
-        waves = -(-tiles // SM_COUNT)
-        knob = [k.bn, k.bk, k.stages, k.group, k.late, k.tma_store]
-        table.append([rows, gemm.n, gemm.k, *knob, tiles, waves, stage_bytes(k)])
+    for point, us in zip(knobs, estimate(gemm, knobs, target), strict=True):
+        high, wide = (n, rows) if point.swapped else (rows, n)
+        tiles = batch * -(-high // point.bm) * -(-wide // point.bn) * point.split
+        fill = tiles / (-(-tiles // SM_COUNT) * SM_COUNT)
+        steps = -(-k // (point.bk * point.split))
+        values = [_number(getattr(point, name)) for name in _FIELDS]
+        table.append([*sizes, *values, tiles, fill, steps, us])
     return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
+
+
+def _number(value: Any) -> float:
+    return float(GROUPS.index(value)) if isinstance(value, str) else float(value)
 
 
 TEMPLATE = Template(
@@ -142,10 +258,19 @@ TEMPLATE = Template(
     lower=lower,
     features=features,
     feature_names=FEATURES,
-    variants=True,
     ranges=ranges,
+    estimate=estimate,
+    refuse=hopper_reasons.refuse,
     modules=(
         "tvmcap.schedules.gpu_epilogue",
+        "tvmcap.schedules.gpu_math",
+        "tvmcap.schedules.hopper_epilogue",
         "tvmcap.schedules.hopper_kernel",
+        "tvmcap.schedules.hopper_mainloop",
+        "tvmcap.schedules.hopper_ops",
+        "tvmcap.schedules.hopper_plan",
+        "tvmcap.schedules.skinny_finish",
+        "tvmcap.schedules.skinny_kernel",
+        "tvmcap.schedules.skinny_plan",
     ),
 )

@@ -7,252 +7,207 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmcap.schedules.gpu_epilogue import Views, position
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a thread block may have on sm_90 (CUDA C++ Programming Guide)."""
-
-BM = 128
-_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-_STORE = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
-_WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
-
-
-def stage_bytes(knobs: Any) -> int:
-    """Bytes of shared memory of a setting: the ring, the staged result, barriers and alignment."""
-    ring: int = knobs.stages * (BM + knobs.bn) * knobs.bk * 2
-    return ring + (BM * knobs.bn * 2 if knobs.tma_store else 128) + 2048
-
-
-def encode_map(tensor_map: Any, buffer: Any, extents: Any, box: Any) -> Any:
-    """Describe a matrix to TMA: rows that follow each other, 128-byte swizzle, zeros past the edge.
-
-    ``extents`` and ``box`` (of one load or store) give columns first.
-    """
-    modes = (1, 1, 0, 3, 2, 0)  # element strides, no interleave, swizzle, L2 promotion, zero fill
-    args = (str(buffer.dtype), 2, buffer.data, *extents, extents[0] * 2, *box, *modes)
-    return T.call_packed("runtime.cuTensorMapEncodeTiled", tensor_map, *args)
+from tvmcap.schedules import hopper_epilogue, hopper_ops
+from tvmcap.schedules.gpu_epilogue import Views
+from tvmcap.schedules.hopper_mainloop import (
+    Shared,
+    fetcher,
+    multiplier,
+    operand_map,
+    releaser,
+)
+from tvmcap.schedules.hopper_plan import plan
 
 
 def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     """Write the kernel over the buffers of the fused function.
 
-    Parameters are added by the caller.
+    A producer thread fills a ring of stages through TMA, two consumer warp groups multiply. The
+    caller adds the parameters.
     """
-    A, B, C = gemm.a, gemm.b, gemm.fused.epilogue.outputs[0]
-    N, K, M = gemm.n, gemm.k, gemm.rows
-    M = M if isinstance(M, int) else tirx.Cast("int32", M)
-    BN, BK, stages, group, late = knobs.bn, knobs.bk, knobs.stages, knobs.group, int(knobs.late)
-    through_tma, nk = knobs.tma_store, gemm.layout == "nk"
-    dtype = str(A.dtype)
-    out_dtype = str(C.dtype)
-    kind = _WGMMA_TYPES[dtype]
-    mma = f"wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.{kind}.{kind}"
-    num_acc = BN // 2
-    k_tiles, n_tiles = -(-K // BK), -(-N // BN)
-    atoms, chunks = BK // 64, BN // 64
-    num_sm = 132
-    tx_bytes = (BM + BN) * BK * 2
-    # K-major B: 64 k x BN rows an atom. N-major B: 64 n x BK rows a chunk, transposed by wgmma
-    b_box = (64, BN) if nk else (64, BK)
-    b_dims = (K, N) if nk else (N, K)
-    lead = 1 if nk else BK * 8  # 16-byte units between 64-column chunks
-    trans_b = 0 if nk else 1
+    p = plan(gemm, knobs, _int32)
+    views, maps, out_maps = Views(gemm), list[Any](), list[Any]()
+    layouts = (gemm.a_layout == "mk", gemm.layout == "nk")
+    stages, split, pingpong = knobs.stages, knobs.split, knobs.groups == "tiles"
+    num_tiles = p.m_tiles * p.n_tiles * p.batch
+    grid = _grid(p, num_tiles)
+    shared = knobs.cluster_m * knobs.cluster_n > 1
+    signals = (knobs.cluster_m + knobs.cluster_n - 1) * p.sharing
+    release = releaser(p)
+    fetch, warm = fetcher(p, layouts, maps)
+    multiply = multiplier(p, layouts, release)
+    finish = hopper_epilogue.writer(gemm, p, views, out_maps)
 
-    views = Views(gemm)
+    def encode() -> None:
+        maps.append(operand_map(p, 0, gemm.a, layouts[0]))
+        maps.append(operand_map(p, 1, gemm.b, layouts[1]))
+        if knobs.tma_store:
+            out_maps.extend(hopper_epilogue.output_maps(gemm, p))
 
-    def finish(value: Any, row: Any, col: Any) -> Any:
-        """The one output's value; past the edge it reads the edge's operands and TMA clips it."""
-        return views.values(value, position(gemm, T.min(row, M - 1), T.min(col, N - 1)))[0]
+    @T.inline
+    def locate(tile: Any, rank: Any, at: Any) -> None:
+        """First row and column of this CTA's tile and its batch; tiles go in groups of rows."""
+        inner = T.meta_var(tile % (p.m_tiles * p.n_tiles))
+        first = T.meta_var(inner // (knobs.group * p.n_tiles) * knobs.group)
+        within = T.meta_var(inner % (knobs.group * p.n_tiles))
+        at[3] = T.min(knobs.group, p.m_tiles - first)
+        at[0] = ((first + within % at[3]) * knobs.cluster_m + rank % knobs.cluster_m) * knobs.bm
+        column = T.meta_var(within // at[3] * knobs.cluster_n)
+        at[1] = (column + rank // knobs.cluster_m % knobs.cluster_n) * knobs.bn
+        at[2] = tile // (p.m_tiles * p.n_tiles)
 
-    def describe(descriptor: Any, tile: Any, leading: int) -> Any:
-        where = T.address_of(descriptor)  # rows of 8 follow each other after 64 16-byte units
-        return T.cuda.wgmma.encode_matrix_descriptor(where, tile, leading, 64, 3)
+    @T.inline
+    def skip(ring: Any, count: Any) -> None:
+        """Pass ``count`` stages."""
+        ring[1] = T.bitwise_xor(ring[1], T.bitwise_and((ring[0] + count) // stages, 1))
+        ring[0] = (ring[0] + count) % stages
 
-    def scatter(value: Any, row: Any, col: Any) -> None:
-        views.store(value, position(gemm, row, col))
+    @T.inline
+    def produce(cid: Any, rank: Any, sm: Any, span: Any) -> None:
+        ring = T.alloc_local([2], "int32")
+        at = T.alloc_local([4], "int32")
+        tile = T.alloc_local([1], "int32")
+        ring[0] = 0
+        ring[1] = 1
+        tile[0] = cid
+        if tile[0] < num_tiles:
+            locate(tile[0], rank, at)
+            if knobs.warm:
+                for kt in T.serial(T.min(span[1], stages)):
+                    warm(kt + span[0], at, rank)
+        if knobs.dependent:
+            T.ptx.griddepcontrol.wait()
+        while tile[0] < num_tiles:
+            locate(tile[0], rank, at)
+            for kt in T.serial(span[1]):
+                hopper_ops.wait(sm.empty.ptr_to([ring[0]]), ring[1])
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(
+                    sm.full.ptr_to([ring[0]]), T.uint32(p.stage_bytes)
+                )
+                fetch(sm, ring[0], kt + span[0], at, rank)
+                skip(ring, 1)
+            tile[0] = tile[0] + grid
+        if shared:  # no CTA may end while others still arrive at its barriers
+            for _ in T.serial(stages):
+                hopper_ops.wait(sm.empty.ptr_to([ring[0]]), ring[1])
+                skip(ring, 1)
+
+    @T.inline
+    def consume(cid: Any, rank: Any, sm: Any, span: Any, tx: Any, acc: Any) -> None:
+        ring = T.alloc_local([2], "int32")
+        at = T.alloc_local([4], "int32")
+        tile = T.alloc_local([1], "int32")
+        group = T.alloc_local([1], "int32")
+        group[0] = T.cuda.__shfl_sync(T.uint32(0xFFFFFFFF), tx // 128 - 1, 0, 32)
+        wg = T.meta_var(group[0])
+        lane = T.meta_var(tx % 128)
+        count = T.meta_var(span[1])
+        ring[0] = 0
+        ring[1] = 0
+        tile[0] = cid
+        if pingpong:  # the groups take turns at the main loop: barriers 4 and 5
+            tile[0] = cid + wg * grid
+            if wg == 1:
+                skip(ring, count)
+                T.ptx.bar.arrive(T.uint32(4), T.uint32(256))
+        while tile[0] < num_tiles:
+            locate(tile[0], rank, at)
+            if pingpong:
+                T.ptx.bar.sync(T.Cast("uint32", 4 + wg), T.uint32(256))
+            multiply(sm, ring, count, wg, lane, rank, acc)
+            if pingpong:
+                T.ptx.bar.arrive(T.Cast("uint32", 5 - wg), T.uint32(256))
+            T.ptx.wgmma.wait_group.sync.aligned(0)
+            if knobs.late:
+                if count > 0:
+                    release(sm, (ring[0] + stages - 1) % stages, lane, rank)
+            finish(sm, acc, at, wg, lane, rank)
+            if pingpong:
+                skip(ring, count)
+                tile[0] = tile[0] + 2 * grid
+            else:
+                tile[0] = tile[0] + grid
+        if knobs.tma_store:
+            if lane == 0:
+                T.ptx["cp.async.bulk.wait_group"](0)
 
     @T.prim_func(check_well_formed=False)
     def kernel() -> None:
-        A_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        encode_map(A_map, A, (K, M), (64, BM))
-        B_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        encode_map(B_map, B, b_dims, b_box)
-        C_map: T.let[T.handle("tensormap")] = T.tvm_stack_alloca("tensormap", 1)
-        if through_tma:
-            encode_map(C_map, C, (N, M), (64, 64))
+        encode()
         T.device_entry()
+        T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", 1)
         views.declare()
-        bx = T.cta_id([num_sm])
+        ids = T.meta_var(_ids(grid, p.cluster))
         tx = T.thread_id([384])
-        pool = T.SMEMPool()
-        A_sm = pool.alloc((stages * BM * BK,), dtype, align=1024)
-        B_sm = pool.alloc((stages * BN * BK,), dtype, align=1024)
-        C_sm = pool.alloc((BM * BN if through_tma else 64,), out_dtype, align=1024)
-        full = pool.alloc((stages,), "uint64", align=8)
-        empty = pool.alloc((stages,), "uint64", align=8)
-        pool.commit()
-        stage: T.int32
-        phase: T.int32
-        tile: T.int32
-        m_tiles: T.int32
-        rows: T.int32
-        stage = 0
-        phase = 0
-        m_tiles = (M + BM - 1) // BM
-        tile = bx
+        sm = T.meta_var(Shared(p))
+        span = T.meta_var(_span(p, ids[1]))
         if tx == 0:
+            T.ptx.prefetch.tensormap(T.address_of(maps[0]))
+            T.ptx.prefetch.tensormap(T.address_of(maps[1]))
             for i in T.unroll(stages):
-                T.ptx.mbarrier.init.shared.b64(full.ptr_to([i]), T.uint32(1))
-                T.ptx.mbarrier.init.shared.b64(empty.ptr_to([i]), T.uint32(2))
-        T.ptx.fence.proxy.async_.shared__cta()
-        T.cuda.cta_sync()
+                T.ptx.mbarrier.init.shared.b64(sm.full.ptr_to([i]), T.uint32(1))
+                T.ptx.mbarrier.init.shared.b64(sm.empty.ptr_to([i]), T.uint32(signals))
+            if split > 1:
+                T.ptx.mbarrier.init.shared.b64(sm.summed.ptr_to([0]), T.uint32(1))
+                T.ptx.mbarrier.arrive.expect_tx.shared.b64(
+                    sm.summed.ptr_to([0]), T.uint32(p.partial_bytes)
+                )
+            T.ptx.fence.mbarrier_init.release.cluster()
+        if p.cluster > 1:
+            hopper_ops.cluster_meet()
+        else:
+            T.cuda.cta_sync()
+        if knobs.dependent:  # the next kernel may start, and wait as below
+            T.ptx.griddepcontrol.launch_dependents()
         if tx < 128:
             T.ptx["setmaxnreg.dec.sync.aligned.u32"](40)
-            if tx == 0:
-                while tile < m_tiles * n_tiles:
-                    m_p: T.int32
-                    n_p: T.int32
-                    rows = T.min(group, m_tiles - tile // (group * n_tiles) * group)
-                    m_p = (tile // (group * n_tiles) * group + tile % (group * n_tiles) % rows) * BM
-                    n_p = (tile % (group * n_tiles) // rows) * BN
-                    for kt in T.serial(k_tiles):
-                        T.cuda.mbarrier_wait(empty.ptr_to([stage]), phase ^ 1)
-                        T.ptx.mbarrier.arrive.expect_tx.shared.b64(
-                            full.ptr_to([stage]), T.uint32(tx_bytes)
-                        )
-                        for ki in T.unroll(atoms):
-                            T.ptx[_LOAD](
-                                A_sm.ptr_to([stage * BM * BK + ki * BM * 64]),
-                                T.address_of(A_map),
-                                kt * BK + ki * 64,
-                                m_p,
-                                full.ptr_to([stage]),
-                            )
-                        if nk:
-                            for ki in T.unroll(atoms):
-                                T.ptx[_LOAD](
-                                    B_sm.ptr_to([stage * BN * BK + ki * BN * 64]),
-                                    T.address_of(B_map),
-                                    kt * BK + ki * 64,
-                                    n_p,
-                                    full.ptr_to([stage]),
-                                )
-                        else:
-                            for ni in T.unroll(chunks):
-                                T.ptx[_LOAD](
-                                    B_sm.ptr_to([stage * BN * BK + ni * BK * 64]),
-                                    T.address_of(B_map),
-                                    n_p + ni * 64,
-                                    kt * BK,
-                                    full.ptr_to([stage]),
-                                )
-                        stage = stage + 1
-                        if stage == stages:
-                            stage = 0
-                            phase = phase ^ 1
-                    tile = tile + num_sm
+            if tx < 32:
+                if T.cuda.elect_sync():
+                    produce(ids[0], ids[1], sm, span)
         else:
             T.ptx["setmaxnreg.inc.sync.aligned.u32"](232)
-            wg = T.meta_var(tx // 128 - 1)
-            lane = T.meta_var(tx % 128)
-            acc = T.alloc_buffer((num_acc,), "float32", scope="local")
-            pair = T.alloc_buffer((2,), out_dtype, scope="local")
-            desc_a: T.uint64
-            desc_b: T.uint64
-            m_t: T.int32
-            n_t: T.int32
-            row: T.int32
-            col: T.int32
-            while tile < m_tiles * n_tiles:
-                for i in T.unroll(num_acc):
-                    acc[i] = T.float32(0)
-                for kt in T.serial(k_tiles):
-                    T.cuda.mbarrier_wait(full.ptr_to([stage]), phase)
-                    T.ptx.wgmma.fence.sync.aligned()
-                    for kk in T.unroll(BK // 16):
-                        a_at = T.meta_var(stage * BM * BK + kk // 4 * BM * 64 + wg * 64 * 64)
-                        b_0 = T.meta_var(stage * BN * BK)
-                        b_at = T.meta_var(
-                            b_0 + kk // 4 * BN * 64 + kk % 4 * 16 if nk else b_0 + kk * 16 * 64
-                        )
-                        ab = T.meta_var((desc_a, desc_b))  # noqa: F821 (declared by annotation)
-                        describe(ab[0], A_sm.ptr_to([a_at + kk % 4 * 16]), 1)
-                        describe(ab[1], B_sm.ptr_to([b_at]), lead)
-                        sums = T.meta_var([acc[i] for i in range(num_acc)])
-                        T.ptx[mma](*sums, *ab, (kt + kk > 0), 1, 1, 0, trans_b)
-                    T.ptx.wgmma.commit_group.sync.aligned()
-                    T.ptx.wgmma.wait_group.sync.aligned(late)
-                    if late == 0:
-                        if lane == 0:
-                            T.ptx.mbarrier.arrive.shared.b64(empty.ptr_to([stage]))
-                    else:
-                        if kt > 0:
-                            if lane == 0:
-                                T.ptx.mbarrier.arrive.shared.b64(
-                                    empty.ptr_to([(stage + stages - 1) % stages])
-                                )
-                    stage = stage + 1
-                    if stage == stages:
-                        stage = 0
-                        phase = phase ^ 1
-                if late > 0:
-                    T.ptx.wgmma.wait_group.sync.aligned(0)
-                    if lane == 0:
-                        T.ptx.mbarrier.arrive.shared.b64(
-                            empty.ptr_to([(stage + stages - 1) % stages])
-                        )
-                rows = T.min(group, m_tiles - tile // (group * n_tiles) * group)
-                m_t = (
-                    tile // (group * n_tiles) * group + tile % (group * n_tiles) % rows
-                ) * BM + wg * 64
-                n_t = (tile % (group * n_tiles) // rows) * BN
-                row = lane // 32 * 16 + lane % 32 // 4
-                col = lane % 4 * 2
-                if through_tma:
-                    if lane == 0:
-                        T.ptx["cp.async.bulk.wait_group.read"](0)
-                    T.ptx.bar.sync(T.Cast("uint32", wg + 1), T.uint32(128))
-                for i in T.unroll(num_acc // 4):
-                    for r in T.unroll(2):
-                        if through_tma:
-                            for c in T.unroll(2):
-                                pair[c] = finish(
-                                    acc[i * 4 + r * 2 + c], m_t + row + r * 8, n_t + col + i * 8 + c
-                                )
-                            # 64-column chunks of 128-byte rows, 16-byte units swizzled
-                            for c in T.vectorized(2):
-                                C_sm[
-                                    wg * 64 * BN
-                                    + i // 8 * 4096
-                                    + (row + r * 8) * 64
-                                    + T.bitwise_xor(i % 8, lane % 32 // 4) * 8
-                                    + col
-                                    + c
-                                ] = pair[c]
-                        else:
-                            for c in T.unroll(2):
-                                if m_t + row + r * 8 < M and n_t + col + i * 8 + c < N:
-                                    scatter(
-                                        acc[i * 4 + r * 2 + c],
-                                        m_t + row + r * 8,
-                                        n_t + col + i * 8 + c,
-                                    )
-                if through_tma:
-                    T.ptx.fence.proxy.async_.shared__cta()
-                    T.ptx.bar.sync(T.Cast("uint32", wg + 1), T.uint32(128))
-                    if lane == 0:
-                        for c in T.unroll(BN // 64):
-                            T.ptx[_STORE](
-                                T.address_of(C_map),
-                                n_t + c * 64,
-                                m_t,
-                                C_sm.ptr_to([wg * 64 * BN + c * 4096]),
-                            )
-                        T.ptx.cp.async_.bulk.commit_group()
-                tile = tile + num_sm
-            if through_tma:
-                if lane == 0:
-                    T.ptx["cp.async.bulk.wait_group"](0)
+            if knobs.dependent:
+                T.ptx.griddepcontrol.wait()
+            acc = T.alloc_buffer((p.accumulators,), "float32", scope="local")
+            consume(ids[0], ids[1], sm, span, tx, acc)
 
     return kernel
+
+
+def launch_params(knobs: Any) -> list[str]:
+    """Return the kernel's launch attributes."""
+    clustered = knobs.cluster_m * knobs.cluster_n * knobs.split > 1
+    cluster = ["clusterCtaIdx.x"] if clustered else []
+    early = ["tirx.use_programtic_dependent_launch"] if knobs.dependent else []
+    return ["blockIdx.x", *cluster, "threadIdx.x", *early, "tirx.use_dyn_shared_memory"]
+
+
+def _int32(extent: Any) -> Any:
+    return extent if isinstance(extent, int) else tirx.Cast("int32", extent)
+
+
+def _grid(p: Any, num_tiles: Any) -> Any:
+    """Clusters launched: one a tile where they sum a tile together, else at most what fits."""
+    if isinstance(num_tiles, int):
+        return max(num_tiles if p.knobs.split > 1 else min(num_tiles, p.clusters), 1)
+    most = num_tiles if p.knobs.split > 1 else T.min(num_tiles, p.clusters)
+    return T.max(most, 1)
+
+
+def _ids(grid: Any, cluster: int) -> tuple[Any, Any]:
+    """Return the cluster's number in the grid and this CTA's rank in it."""
+    if cluster == 1:
+        return T.cta_id([grid]), 0
+    return T.cluster_id([grid]), T.cta_id_in_cluster([cluster])
+
+
+def _span(p: Any, rank: Any) -> Any:
+    """First k step of this CTA and how many it takes."""
+    split, steps = p.knobs.split, p.k_steps
+    if split == 1:
+        return 0, steps
+    part = rank // (p.knobs.cluster_m * p.knobs.cluster_n)
+    span = T.alloc_local([2], "int32")
+    T.buffer_store(span, part * steps // split, [0])
+    T.buffer_store(span, (part + 1) * steps // split - part * steps // split, [1])
+    return span[0], span[1]

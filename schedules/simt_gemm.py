@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from tvm import tirx
 
 from tvmcap.kernel.template import Template
-from tvmcap.schedules import cpu_match, hopper_gemm
+from tvmcap.schedules import gemm_match
+from tvmcap.schedules.hopper_plan import SM_COUNT
 from tvmcap.schedules.simt_kernel import shared_floats, simt_kernel
 
 
@@ -41,7 +42,6 @@ class Knobs:
 
 
 FEW = 16
-SM_COUNT = hopper_gemm.SM_COUNT
 _SHAPES = (
     Knobs(8, 32, 16, 8, 1, 16),
     Knobs(8, 32, 16, 8, 1, 8),
@@ -60,17 +60,19 @@ _SHAPES = (
 )
 
 
-def match(func: tirx.PrimFunc, target: Any) -> cpu_match.Gemm | None:
+def match(func: tirx.PrimFunc, target: Any) -> gemm_match.Gemm | None:
     """Return the matrix product that ``func`` is, for any CUDA target."""
     if target.kind.name != "cuda":
         return None
-    gemm = cpu_match.read(func)
+    gemm = gemm_match.read(func)
     if gemm is None or gemm.layout not in ("kn", "nk"):
         return None
-    return gemm if str(gemm.fused.epilogue.anchor.dtype) == "float32" else None
+    if str(gemm.fused.epilogue.anchor.dtype) != "float32":
+        return None
+    return replace(gemm, tf32=False)  # it computes in float32 whatever is allowed
 
 
-def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
+def space(gemm: gemm_match.Gemm, target: Any) -> list[Knobs]:
     """Every shape whose shared memory fits what a block gets without asking for more."""
     return [
         knobs
@@ -79,13 +81,13 @@ def space(gemm: cpu_match.Gemm, target: Any) -> list[Knobs]:
     ]
 
 
-def default(gemm: cpu_match.Gemm, target: Any) -> Knobs:
+def default(gemm: gemm_match.Gemm, target: Any) -> Knobs:
     """The setting of ``ranges`` for the problem's rows; the last one where they are symbolic."""
     rows = gemm.rows if isinstance(gemm.rows, int) else 1 << 30
     return next(knobs for bound, knobs in ranges(gemm, target) if bound is None or rows <= bound)
 
 
-def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
+def ranges(gemm: gemm_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
     """The defaults by rows.
 
     Narrow tiles with K split inside the block where rows are few; a larger tile serves once its
@@ -104,7 +106,7 @@ def ranges(gemm: cpu_match.Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
     return [*found, (None, steps[-1])]
 
 
-def lower(func: tirx.PrimFunc, gemm: cpu_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
+def lower(func: tirx.PrimFunc, gemm: gemm_match.Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
     """Write the TIRx kernel of a setting, with the parameters of ``func``."""
     return tirx.PrimFunc(func.params, simt_kernel(gemm, knobs).body).with_attr(
         {"tirx.is_scheduled": True}
@@ -115,7 +117,7 @@ FEATURES = tuple("rows n k batch bm bn bk tm tn groups threads blocks shared".sp
 
 
 def features(
-    gemm: cpu_match.Gemm, knobs: Sequence[Knobs], target: Any
+    gemm: gemm_match.Gemm, knobs: Sequence[Knobs], target: Any
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
     rows, n, k = (e if isinstance(e, int) else 1024 for e in (gemm.rows, gemm.n, gemm.k))
@@ -137,7 +139,6 @@ TEMPLATE = Template(
     lower=lower,
     features=features,
     feature_names=FEATURES,
-    variants=True,
     ranges=ranges,
     modules=("tvmcap.schedules.simt_kernel", "tvmcap.schedules.gpu_epilogue"),
 )

@@ -32,15 +32,20 @@ def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     threads = team * groups
     a_pitch, b_pitch = BM + 4, BN + 4
     m_tiles, n_tiles = _ceil(M, BM), _ceil(N, BN)
-    kn = gemm.layout == "kn"
+    km, kn = gemm.a_layout == "km", gemm.layout == "kn"
 
     views = Views(gemm)
 
     def store(value: Any, lead: Any, row: Any, col: Any) -> None:
         views.store(value, [*_split(lead, gemm.batch), *position(gemm, row, col)])
 
+    def load_a(flat: Any, lead: Any, m: Any, k: Any) -> Any:
+        first = lead * M * K if gemm.a_batched else 0
+        return flat[first + k * M + m] if km else flat[first + m * K + k]
+
     def load_b(flat: Any, lead: Any, k: Any, n: Any) -> Any:
-        return flat[(lead * K + k) * N + n] if kn else flat[(lead * N + n) * K + k]
+        first = lead * K * N if gemm.b_batched else 0
+        return flat[first + k * N + n] if kn else flat[first + n * K + k]
 
     @T.prim_func(check_well_formed=False)
     def kernel() -> None:
@@ -72,11 +77,16 @@ def simt_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
             for i in T.unroll(_ceil(BM * depth, threads)):
                 at = T.meta_var(i * threads + tx)
                 if at < BM * depth:
-                    row = T.meta_var(T.Cast("int64", at // depth))
-                    col = T.meta_var(T.Cast("int64", at % depth))
-                    shared[at % depth * a_pitch + at // depth] = T.if_then_else(
-                        tirx.all(m_0 + row < M, k_0 + col < K),
-                        T.Cast("float32", A_flat[(lead * M + m_0 + row) * K + k_0 + col]),
+                    m = T.meta_var(at % BM if km else at // depth)
+                    k = T.meta_var(at // BM if km else at % depth)
+                    shared[k * a_pitch + m] = T.if_then_else(
+                        tirx.all(m_0 + T.Cast("int64", m) < M, k_0 + T.Cast("int64", k) < K),
+                        T.Cast(
+                            "float32",
+                            load_a(
+                                A_flat, lead, m_0 + T.Cast("int64", m), k_0 + T.Cast("int64", k)
+                            ),
+                        ),
                         T.float32(0),
                     )
             for i in T.unroll(_ceil(BN * depth, threads)):

@@ -68,11 +68,11 @@ def test_the_pass_and_the_operator_are_named(options, monkeypatch):
     torch.manual_seed(2)
     front = pipeline.front
 
-    def planted(target):
+    def planted(*options):
         bad = {"canonicalize": ("relax.tanh", relax.op.sin)}
         return [
             (n, partial(plant, step=s, old=bad[n][0], new=bad[n][1]) if n in bad else s)
-            for n, s in front(target)
+            for n, s in front(*options)
         ]
 
     monkeypatch.setattr(pipeline, "front", planted)

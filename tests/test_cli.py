@@ -222,13 +222,15 @@ def test_every_field_of_config_with_an_effect_is_an_option():
     parser = make_parser()
     text = {"constants": "w,b", "disable": "fuse", "tune": "32", "seed": "3", "workers": "2"}
     flags = []
-    for name in sorted(set(FIELDS) - set(_NO_OPTION) - {"verify"}):
+    switches = {name for name, field in FIELDS.items() if field.type == "bool"} - set(_NO_OPTION)
+    flags += ["--" + name.replace("_", "-") for name in sorted(switches - {"verify"})]
+    for name in sorted(set(FIELDS) - set(_NO_OPTION) - switches):
         number = "0.5" if "float" in str(FIELDS[name].type) else "x"
         flags += ["--" + name.replace("_", "-"), text.get(name, number)]
     options = config_options(parser.parse_args(["build", "f.py:f", "--no-verify", *flags]))
     assert set(options) == set(FIELDS) - set(_NO_OPTION)
     assert options["constants"] == ("w", "b") and options["tune"] == 32
-    assert options["verify"] is False
+    assert {name: options[name] for name in switches} == {s: s != "verify" for s in switches}
 
 
 def test_help_starts_without_torch_and_tvm():

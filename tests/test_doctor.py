@@ -43,6 +43,14 @@ def test_the_abi_pair(version, status):
     assert ("<0.1.15" in finding.cure) == (status == "error")
 
 
+def test_stale_shipped_records_are_a_warning():
+    assert doctor.shipped_finding(12, 0).status == "ok"
+    stale = doctor.shipped_finding(12, 5)
+    assert stale.status == "warn" and "5 of 12" in stale.detail and "tune" in stale.cure
+    (finding,) = doctor._shipped_records()
+    assert finding.status in ("ok", "warn") and finding.detail
+
+
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     (finding,) = doctor._folder("tuning records", tmp_path / "file" / "logs", "log_dir")

@@ -25,6 +25,7 @@ from tvmcap.capture.export import Captured, capture
 from tvmcap.kernel import fallback
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import lower
+from tvmcap.runtime.vendor import NEEDS_TORCH, provide
 from tvmcap.verify.check import Subject, check_set, example_leaves
 from tvmcap.verify.cut import Cut, Operator
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
@@ -101,7 +102,7 @@ def bisect(
     found: list[tuple[str, Check]] = []
     for name, mod in stages:
         say(f"after pass {name}")
-        found.append((name, _check(captured, mod, target, chosen)))
+        found.append((name, _check(captured, mod, target, config, chosen)))
         if not found[-1][1].ok:
             break
     culprit = found[-1][0]
@@ -116,7 +117,10 @@ def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, 
         return [] if config.tune == "none" else stores.best_by_size(task.key, target)
 
     trace = pipeline.Trace()
-    passes = [*pipeline.front(target), *pipeline.back(target, lookup, trace)]
+    if config.vendor_matmul:
+        provide((NEEDS_TORCH,), "this program")
+    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
+    passes = [*front, *pipeline.back(target, lookup, trace)]
     stages = [("capture", captured.mod)]
     for step in passes:
         if step[0] not in config.disable:
@@ -125,22 +129,26 @@ def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, 
     return stages
 
 
-def _subject(captured: Captured, mod: tvm.IRModule, target: Any) -> Subject:
+def _subject(captured: Captured, mod: tvm.IRModule, target: Any, config: Config) -> Subject:
     device = torch.device("cuda" if target.kind.name == "cuda" else "cpu")
     example = example_leaves(captured)
     home = example[0].device if example else device
     keywords = tuple(captured.kwargs)
     ours = runner(mod, captured.signature, target)
-    return Subject(captured.signature, ours, captured.eager, device, home, example, keywords)
+    tf32 = config.allow_tf32 and target.kind.name == "cuda"
+    sides = (ours, captured.eager, device, home)
+    return Subject(captured.signature, *sides, example, keywords, tf32=tf32)
 
 
-def _check(captured: Captured, mod: tvm.IRModule, target: Any, chosen: InputSet) -> Check:
-    return check_set(_subject(captured, mod, target), chosen)
+def _check(
+    captured: Captured, mod: tvm.IRModule, target: Any, config: Config, chosen: InputSet
+) -> Check:
+    return check_set(_subject(captured, mod, target, config), chosen)
 
 
 def _failing(captured: Captured, mod: tvm.IRModule, target: Any, config: Config) -> InputSet | None:
     """Return the first set of inputs on which the whole chain fails."""
-    subject = _subject(captured, mod, target)
+    subject = _subject(captured, mod, target, config)
     for chosen in plan_inputs(captured.signature, subject.example, seed=config.seed):
         if not check_set(subject, chosen).ok:
             return chosen
@@ -240,7 +248,8 @@ def _cut_fails(program: Cut, index: int, chosen: InputSet, config: Config) -> bo
         captured = capture(fn, program.leaves, None, fixed)
         target = make_target(config.target)
         mod = _stages(captured, target, fixed)[-1][1]
-        return not _check(captured, mod, target, InputSet(chosen.kind, {}, chosen.seed)).ok
+        inputs = InputSet(chosen.kind, {}, chosen.seed)
+        return not _check(captured, mod, target, fixed, inputs).ok
     except TvmcapError as e:
         log.debug("bisect: %s cannot be cut off: %s", program.nodes[index].name, e)
         return False

@@ -17,6 +17,7 @@ from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLi
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import capture, fingerprint
 from tvmcap.compiled import Compiled
+from tvmcap.kernel import apply
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
@@ -112,7 +113,8 @@ def _make(
     configure_threads()  # before any kernel runs here: TVM's pool cannot grow later
     trace = pipeline.Trace()
     captured = trace.timed("capture", lambda: capture(fn, args, kwargs, config))
-    fused = pipeline.run(captured.mod, pipeline.front(target), target, config, trace)
+    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
+    fused = pipeline.run(captured.mod, front, target, config, trace)
     if isinstance(config.tune, int):
         from tvmcap.tune import tune_module
         from tvmcap.view.progress import default_progress
@@ -138,6 +140,7 @@ def _make(
         config=config.to_json(),
         key=key,
         peak_bytes=pipeline.peak_bytes(planned),
+        needs=apply.needs(trace.coverage),
     )
     sizes = example_sizes(manifest.signature, example_leaves(captured))
     score = counted(manifest, sizes, manifest.kernels).to_json()

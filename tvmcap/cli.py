@@ -34,6 +34,8 @@ _OPTION_HELP = {
     "tune": "cached (use records), none (rules alone) or a number of trials to run first",
     "budget_s": "seconds that tuning may take in all",
     "disable": "passes to leave out, separated by commas",
+    "allow_tf32": "on cuda, matmuls of float32 may be multiplied in tf32",
+    "vendor_matmul": "leave matmuls to torch's kernels, which the library then needs",
     "verify": "compare the library with a higher-precision reference after building",
     "log_dir": "folder of tuning records",
     "cache_dir": "folder of the compile cache",
@@ -48,7 +50,6 @@ _NO_OPTION = (
     "calibration",
     "backward",
     "memory_budget",
-    "allow_tf32",
     "rpc",
 )
 

@@ -54,6 +54,7 @@ def diagnose(log_dir: str | None = None, cache_dir: str | None = None) -> list[F
         _cuda_compilers,
         lambda: _folder("compile cache", _cache_folder(cache_dir), "cache_dir"),
         lambda: _folder("tuning records", _log_folder(log_dir), "log_dir"),
+        _shipped_records,
     ]
     findings: list[Finding] = []
     for check in checks:
@@ -267,3 +268,23 @@ def _folder(name: str, folder: Path, option: str) -> Iterator[Finding]:
     status = "ok" if free >= 1 else "warn"
     more = "" if free >= 1 else "free some disk space: a library with large weights takes gigabytes"
     yield Finding(name, status, f"{folder} ({free:.1f} GiB free)", more)
+
+
+def _shipped_records() -> Iterator[Finding]:
+    """Count the records that ship, and those that a change of a template has made useless."""
+    code = "from tvmcap.kernel.stores import stale_shipped; print(*stale_shipped())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        yield Finding("shipped records", "error", f"cannot be read: {lines[-1]}", _PIN)
+        return
+    yield shipped_finding(*map(int, done.stdout.split()[-2:]))
+
+
+def shipped_finding(count: int, stale: int) -> Finding:
+    """Judge the number of shipped records and of those for other source of a template."""
+    if stale == 0:
+        return Finding("shipped records", "ok", f"{count} for the templates")
+    detail = f"{stale} of {count} are for other source of a template, and not used"
+    return Finding("shipped records", "warn", detail, "tune again, or use a release as it shipped")

@@ -21,8 +21,8 @@ from tvmcap.base.config import Config
 from tvmcap.base.errors import BuildError, ConfigError, LibraryError, TvmcapError
 from tvmcap.base.signature import evaluate
 from tvmcap.capture import precision
-from tvmcap.graph import canonicalize, fuse, layout
-from tvmcap.kernel import apply, spaces
+from tvmcap.graph import canonicalize, fuse, layout, vendor
+from tvmcap.kernel import apply, cpu_rows, spaces
 from tvmcap.library import plan
 
 logger = logging.getLogger("tvmcap")
@@ -48,23 +48,38 @@ class Trace:
         return result
 
 
-def front(target: Any) -> list[tuple[str, Pass]]:
+def front(
+    target: Any, allow_tf32: bool = False, vendor_matmul: bool = False
+) -> list[tuple[str, Pass]]:
     """From captured graph to fused kernels: what tuning sees."""
+    tf32 = allow_tf32 and target.kind.name == "cuda"
+    pack = partial(spaces.pack_weight, target=target, allow_tf32=tf32)
     return [
         # before widen, which gives each kernel a cast of its own: sharing those would store 32 bits
         ("canonicalize", canonicalize.canonicalize),
+        # before widen: torch's kernels take and return 16 bits
+        *([("vendor", vendor.leave_matmuls)] if vendor_matmul else []),
         # 16-bit chains compute in float32 between the loads and stores of the kernels to be
         ("operators", precision.widen),
         # what is constant can be packed; after widen, because TVM cannot legalize bf16
         # normalisations
         ("fold", canonicalize.fold),
         # before legalize: a matmul is still one operator
-        ("layout", partial(layout.layout, pack=partial(spaces.pack_weight, target=target))),
+        ("layout", partial(layout.layout, pack=pack)),
         # operators to PrimFuncs, one each
         ("legalize", fuse.legalize),
         # PrimFuncs to fused PrimFuncs: the step that saves the traffic
-        ("fuse", fuse.fuse),
+        ("fuse", partial(fuse.fuse, serves=partial(one_kernel, target=target))),
+        # after fuse, which keeps no attributes: what a kernel's products may be computed in
+        ("tf32", partial(spaces.mark_tf32, allowed=tf32)),
     ]
+
+
+def one_kernel(func: tvm.tirx.PrimFunc, target: Any) -> bool:
+    """Whether one kernel serves a fused PrimFunc at least as well as one for each of its parts."""
+    if spaces.find(func, target) is not None:
+        return True
+    return target.kind.name == "llvm" and cpu_rows.is_rowwise(func)
 
 
 def back(target: Any, lookup: apply.Lookup, trace: Trace) -> list[tuple[str, Pass]]:

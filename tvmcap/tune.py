@@ -54,7 +54,8 @@ def tune(
     target = make_target(config.target)
     open_stores(config, target).writer.check_writable()
     captured = capture(fn, args, kwargs, config)
-    fused = pipeline.run(captured.mod, pipeline.front(target), target, config, pipeline.Trace())
+    passes = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
+    fused = pipeline.run(captured.mod, passes, target, config, pipeline.Trace())
     return tune_module(fused, target, config, progress or default_progress())
 
 

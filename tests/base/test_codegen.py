@@ -100,6 +100,39 @@ def test_no_driver_is_no_gpu(without_gpu) -> None:
     assert codegen.gpu_architecture() is None
 
 
+@pytest.mark.parametrize(
+    ("count", "device", "wanted"),
+    [(2, 1, (8, 6)), (2, 2, "index below 2, got 2"), (0, 0, "finds no GPU")],
+)
+def test_the_driver_tells_a_gpu_by_its_index(count, device, wanted, monkeypatch) -> None:
+    class Driver:
+        def __init__(self, name):
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags):
+            return 0
+
+        def cuDeviceGetCount(self, out):
+            out._obj.value = count
+            return 0
+
+        def cuDeviceGet(self, out, index):
+            out._obj.value = index
+            return int(index >= count)
+
+        def cuDeviceGetAttribute(self, out, attribute, handle):
+            assert handle.value == device
+            out._obj.value = {75: 8, 76: 6}[attribute]
+            return 0
+
+    monkeypatch.setattr("ctypes.CDLL", Driver)
+    if isinstance(wanted, tuple):
+        assert codegen.gpu_capability(device) == wanted
+        return
+    with pytest.raises(LookupError, match=wanted):
+        codegen.gpu_capability(device)
+
+
 @pytest.mark.gpu
 def test_the_gpu_here() -> None:
     import torch

@@ -120,6 +120,8 @@ WRONG_TYPES = [
     ("dynamic", "x"),
     ("verify", "no"),
     ("verify", 1),
+    ("allow_tf32", 1),
+    ("allow_tf32", None),
     ("tune", [3]),
     ("target", 3),
 ]
@@ -187,6 +189,8 @@ def test_what_counts_as_a_path_and_as_a_number(tmp_path) -> None:
     [
         ("verify", "no", False),
         ("verify", "TRUE", True),
+        ("allow_tf32", "1", True),
+        ("allow_tf32", "false", False),
         ("disable", "fuse,layout", ("fuse", "layout")),
         ("constants", "w", ("w",)),
         ("tune", "64", 64),
@@ -221,6 +225,18 @@ def test_what_no_text_can_give(name, monkeypatch) -> None:
 def test_switches_of_the_process_are_no_options(monkeypatch) -> None:
     monkeypatch.setenv("TVMCAP_CHECK", "1")
     assert make_config() == Config()
+
+
+def test_tf32_changes_the_code_and_has_a_source_of_every_kind(monkeypatch, tmp_path) -> None:
+    assert not Config().allow_tf32
+    plain, allowed = (Config(allow_tf32=v).to_json(only_code=True) for v in (False, True))
+    assert plain != allowed and allowed["allow_tf32"] is True
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tvmcap.toml").write_text("allow_tf32 = true\n")
+    assert make_config().allow_tf32
+    monkeypatch.setenv("TVMCAP_ALLOW_TF32", "0")
+    assert not make_config().allow_tf32
+    assert make_config(allow_tf32=True).allow_tf32
 
 
 def test_a_string_is_a_list_of_names() -> None:

@@ -135,3 +135,26 @@ def requests(func):
     with tvm.transform.PassContext(instruments=[Count()]):
         compiled(func, TARGET)
     return max(counts)
+
+
+def test_blocks_in_a_vectorized_loop():
+    """A trace leaves its blocks in place: each lane still computes its own value."""
+    x, y = (tirx.decl_buffer((64,), "float32", name, data_alignment=16) for name in "xy")
+    at = tirx.Var("at", "int64")
+    axis = tirx.IterVar(tvm.ir.Range(0, b.const(64)), at, tirx.IterVar.DataPar)
+    store = tirx.BufferStore(y, tirx.tanh(tirx.BufferLoad(x, [at])), [at])
+    block = tvm.s_tir.SBlock([axis], [], [], "tanh", store)
+
+    def line(i):
+        def lane(v):
+            return tvm.s_tir.SBlockRealize([i * 8 + v], True, block)
+
+        return b.loop("l", 8, lane, ForKind.VECTORIZED)
+
+    root = tvm.s_tir.SBlock([], [], [], "root", b.loop("i", 8, line))
+    body = tvm.s_tir.SBlockRealize([], True, root)
+    func = tirx.PrimFunc([x, y], body).with_attr({"global_symbol": "main", "s_tir": True})
+    values = np.linspace(-3, 3, 64, dtype=np.float32)
+    given, out = tvm.runtime.tensor(values), tvm.runtime.tensor(np.zeros_like(values))
+    compiled(expand(func))(given, out)
+    np.testing.assert_allclose(out.numpy(), np.tanh(values), rtol=1e-6)

@@ -63,6 +63,17 @@ def test_one_library_serves_all_sizes(task: tasks.Task, measurer: measure.Measur
     assert sum(name == one.name for name in measurer._built) == 1
 
 
+def test_builders_live_on_between_batches(task: tasks.Task) -> None:
+    with measure.Measurer(TARGET, workers=1, time_s=0) as m:
+        work = measure.Workload(task, {"B": 3}, seed=0)
+        pids = []
+        for tile in (4, 8, 16):
+            (result,) = m.measure(work, [candidate(task, fake.Knobs(tile))])
+            assert result.cause is None
+            pids.append(m._builders[0].pid)
+        assert len(set(pids)) == 1 and m._builders[0].served == 4  # the reference's kernel as well
+
+
 def test_workers_do_without_torch_and_intrinsics_and_use_the_threads(
     measurer: measure.Measurer,
 ) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tvm
 from tvm import relax, te, tirx
 
 from tests.planned import TARGET, fused, mlp
+from tests.schedules.products import product
 from tvmcap.base import codegen
 from tvmcap.kernel import spaces
 from tvmcap.kernel.template import Template
-from tvmcap.schedules import TEMPLATES
+from tvmcap.schedules import TEMPLATES, hopper_gemm, hopper_reasons
 
 
 def primfunc(mod):
@@ -63,7 +66,7 @@ def test_a_packed_weight_gives_the_same_product(k, n, mcpu) -> None:
     packed, expression = spaces.pack_weight(tvm.runtime.tensor(w), lhs, "float32", target)
     assert packed.flags.c_contiguous and packed.dtype == w.dtype
     args = [te.placeholder((4, k), "float32"), te.placeholder(packed.shape, "float32")]
-    func = te.create_prim_func([*args, expression(*args)])
+    func = te.create_prim_func([*args, expression("mk")(*args)])
     kernel = tvm.compile(tvm.IRModule({"main": func}), TARGET)["main"]
     out = tvm.runtime.tensor(np.full((4, n), np.nan, np.float32))
     kernel(tvm.runtime.tensor(x), tvm.runtime.tensor(packed), out)
@@ -74,3 +77,41 @@ def test_on_the_gpu_weights_stay() -> None:
     weight = tvm.runtime.tensor(np.zeros((8, 8), np.float32))
     lhs = relax.TensorType((4, 8), "float32")
     assert spaces.pack_weight(weight, lhs, "float32", codegen.make_target("cuda:sm_90a")) is None
+
+
+REFUSED = [
+    ({"k": 100}, "sm_90a", "rows of A of 200 bytes are no multiple of 16 bytes, which TMA needs"),
+    ({"n": 1001}, "sm_90a", "rows of B of 2002 bytes are no multiple of 16 bytes, which TMA needs"),
+    ({"dtype": "float32"}, "sm_90a", "float32 without allow_tf32"),
+    ({}, "sm_80", "sm_80 has no wgmma"),
+    ({}, "sm_90", "sm_90 has no wgmma without the a of sm_90a"),
+    ({}, "sm_90a", None),
+]
+
+
+@pytest.mark.parametrize(("case", "arch", "reason"), REFUSED)
+def test_why_the_hopper_template_does_not_serve(case, arch, reason) -> None:
+    target = codegen.make_target({"kind": "cuda", "arch": arch})
+    func = product(**case, target=target)
+    assert hopper_reasons.refuse(func, target) == reason
+    assert (hopper_gemm.match(func, target) is None) == (reason is not None)
+
+
+def test_reasons_of_the_templates_before_the_one_that_serves(monkeypatch) -> None:
+    def template(name, problem, reason):
+        made = Template(name, dict, lambda *a: problem, *[lambda *a: []] * 4, ())
+        return dataclasses.replace(made, refuse=None if reason is None else lambda *a: reason)
+
+    silent, first = template("silent", None, None), template("a", None, "rows of 3 bytes")
+    serving, after = template("b", 1, "unheard"), template("c", None, "unheard")
+    monkeypatch.setattr(spaces, "TEMPLATES", (silent, first, serving, after))
+    assert spaces.refusals(None, None) == "no a: rows of 3 bytes"
+    monkeypatch.setattr(spaces, "TEMPLATES", (serving, first))
+    assert spaces.refusals(None, None) == ""
+
+
+def test_no_product_and_no_gpu_need_no_reason() -> None:
+    func = primfunc(fused(mlp((8, 16))))
+    assert hopper_reasons.refuse(func, TARGET) is None
+    copy = te.create_prim_func([te.placeholder((4,), name="x")])
+    assert hopper_reasons.refuse(copy, codegen.make_target("cuda:sm_80")) is None

@@ -9,7 +9,9 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from tvmcap.kernel import tasks
+from tests.schedules.products import TARGET, product
+from tvmcap.kernel import check, database, measure, tasks
+from tvmcap.schedules import gemm_match, simt_gemm
 
 
 def no_template(func, target):
@@ -38,6 +40,49 @@ def test_template_key_covers_static_and_symbolic_rows() -> None:
     assert symbolic.key == static.key
     assert symbolic.key.template == "fake" and symbolic.key.template_hash
     assert symbolic.record_sizes({"B": 16}) == static.record_sizes({}) == {"rows": 16}
+
+
+def product_task(**case):
+    func = product(**{"dtype": "float32", "layout": "nk", **case})
+    return tasks.make_task(func, TARGET, lambda f, target: (simt_gemm.TEMPLATE, gemm_match.read(f)))
+
+
+def test_tf32_is_another_task_and_bound_or_sent_it_stays_so() -> None:
+    plain, allowed = (product_task(tf32=v, rows="B") for v in (False, True))
+    assert plain.key != allowed.key and plain.workload["tf32"] != allowed.workload["tf32"]
+    bound = tasks.bind(allowed, {"B": 24})
+    sent = tvm.ir.load_json(tvm.ir.save_json(bound))
+    for func in (bound, sent):
+        gemm = gemm_match.read(func)
+        assert gemm.tf32 and gemm.rows == 24
+    args = {task: measure.Workload(task, {"B": 24}, 0).args for task in (plain, allowed)}
+    assert {check.precision(a) for a in args[plain]} == {"float32"}
+    assert {check.precision(a) for a in args[allowed]} == {"tf32"}
+    rng = np.random.default_rng(5)
+    x, w = rng.standard_normal((64, 2048)), rng.standard_normal((2048, 64))
+    exact = (x @ w).astype(np.float32)
+    x10, w10 = ((a.astype(np.float32).view(np.int32) & -(1 << 13)).view(np.float32) for a in (x, w))
+    assert check.mismatch(x10 @ w10, exact, "tf32") is None
+    x7 = (x.astype(np.float32).view(np.int32) & -(1 << 18)).view(np.float32)
+    assert check.mismatch(x7 @ w10, exact, "tf32") is not None
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ({"rows": "B"}, [{"rows": 24}]),
+        ({"rows": 16, "n": "B"}, [{"rows": 16, "s0": 24}]),
+        ({"rows": 16, "k": "8*B"}, [{"rows": 16, "s0": 24}]),
+        ({"rows": "B", "lead": ("B",)}, [{"rows": 576}]),
+        ({"rows": "B", "n": "T"}, [{"rows": 24, "s1": 7}]),
+    ],
+    ids=str,
+)
+def test_records_name_the_sizes_that_are_no_part_of_the_rows(case, wanted) -> None:
+    task = product_task(**case, gelu=False)
+    sizes = {v.name: {"B": 24, "T": 7}[v.name] for v in task.vars}
+    assert [task.record_sizes(sizes)] == wanted
+    assert database.sizes_of(task, wanted[0]) in (sizes, None if "lead" in case else sizes)
 
 
 def test_equal_kernels_are_one_task_with_a_count() -> None:

@@ -12,8 +12,8 @@ from tvm import relax, tirx
 
 from tvmcap.kernel.intrinsics import expand
 from tvmcap.schedules import cpu_gemm
-from tvmcap.schedules.cpu_match import packed_matmul
 from tvmcap.schedules.cpu_target import pack_width
+from tvmcap.schedules.gemm_match import packed_matmul
 
 CPU = tvm.get_global_func("target.llvm_get_system_cpu")()
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": CPU, "num-cores": 2})

@@ -9,7 +9,8 @@ from tvm import relax, tirx
 
 from tvmcap.base import codegen
 from tvmcap.graph.fuse import fuse, legalize
-from tvmcap.graph.layout import matmul_nt
+from tvmcap.graph.layout import matmul
+from tvmcap.schedules.gemm_match import ALLOW_TF32
 
 TARGET = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
 
@@ -26,22 +27,33 @@ def product(
     target=TARGET,
     lead=(),
     residual=False,
+    a_layout="mk",
+    shared=(),
+    tf32=False,
 ):
     """Return the PrimFunc of ``gelu(x @ w + b) + r`` with a float32 accumulator.
 
-    ``lead`` are dimensions of x before its rows that w does not have; strings are symbolic.
+    ``lead`` are dimensions of x before its rows that w does not have, ``shared`` names operands
+    ("a", "b") without the batch. Extents that are strings are symbolic, such as "T" or "8*T".
+    ``tf32`` allows it.
     """
     builder = relax.BlockBuilder()
-    extents = [tirx.Var(e, "int64") if isinstance(e, str) else e for e in (*batch, *lead, rows)]
-    shared = extents[: len(batch)]
-    x = relax.Var("x", relax.TensorType((*extents, k), dtype))
-    w = relax.Var("w", relax.TensorType((*shared, *((k, n) if layout == "kn" else (n, k))), dtype))
-    b = relax.Var("b", relax.TensorType((n,), dtype))
-    r = relax.Var("r", relax.TensorType((*extents, n), dtype))
+    sizes: dict[str, Any] = {}
+    rows, n, k = (_extent(e, sizes) for e in (rows, n, k))
+    batch, lead = ([_extent(e, sizes) for e in es] for es in (batch, lead))
+    left = [] if "a" in shared else batch
+    right = [] if "b" in shared or not batch else [*batch, *[1] * len(lead)]
+    extents = [*batch, *lead, rows]
+    matrix = [*lead, rows, k] if a_layout == "mk" else [*lead, k, rows]
+    x = relax.Var("x", relax.TensorType([*left, *matrix], dtype))
+    w = relax.Var("w", relax.TensorType([*right, *((k, n) if layout == "kn" else (n, k))], dtype))
+    b = relax.Var("b", relax.TensorType([n], dtype))
+    r = relax.Var("r", relax.TensorType([*extents, n], dtype))
     with builder.function("main", [x, w, b, r] if residual else [x, w, b]):
         with builder.dataflow():
-            if layout == "nk":
-                y = builder.emit_te(matmul_nt("float32"), x, w, primfunc_name_hint="matmul")
+            if (a_layout, layout) != ("mk", "kn"):
+                expression = matmul("float32", a_layout, layout)
+                y = builder.emit_te(expression, x, w, primfunc_name_hint="matmul")
             else:
                 y = builder.emit(relax.op.matmul(x, w, out_dtype="float32"))
             y = builder.emit(relax.op.add(y, builder.emit(relax.op.astype(b, "float32"))))
@@ -53,7 +65,15 @@ def product(
     with target:
         mod = fuse(legalize(builder.get()))
     (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
-    return func
+    return func.with_attr(ALLOW_TF32, True) if tf32 else func
+
+
+def _extent(extent: Any, sizes: dict[str, Any]) -> Any:
+    if not isinstance(extent, str):
+        return extent
+    *factor, name = extent.split("*")
+    var = sizes.setdefault(name, tirx.Var(name, "int64"))
+    return int(factor[0]) * var if factor else var
 
 
 def source_of(kernel: Any) -> str:

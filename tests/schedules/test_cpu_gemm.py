@@ -13,8 +13,8 @@ from tvm import relax
 from tests.schedules.gemm import TARGET, compiled, fused, gelu, lower, packed_block, random, run
 from tvmcap.kernel.template import source_hash
 from tvmcap.schedules import cpu_gemm
-from tvmcap.schedules.cpu_match import pack, packed_matmul
 from tvmcap.schedules.cpu_target import pack_width
+from tvmcap.schedules.gemm_match import pack, packed_matmul
 
 
 @pytest.mark.parametrize("knobs", [{}, {"kc": 32, "mc": 12}, {"order": "m", "unroll": 1, "mc": 24}])

@@ -18,8 +18,8 @@ from tests.schedules.gemm import (
     run,
 )
 from tvmcap.schedules import cpu_gemm
-from tvmcap.schedules.cpu_match import pack, packed_matmul
 from tvmcap.schedules.cpu_target import pack_width
+from tvmcap.schedules.gemm_match import pack, packed_matmul
 
 
 @pytest.mark.parametrize("direct", [0, 4])

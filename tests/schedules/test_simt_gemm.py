@@ -19,14 +19,24 @@ from tvmcap.schedules.simt_kernel import shared_floats
 SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 
 
+@pytest.mark.parametrize("a_layout", ["mk", "km"])
 @pytest.mark.parametrize("layout", ["kn", "nk"])
 @pytest.mark.parametrize("batch", [(), (3,), ("H", 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_takes_any_layout_batch_and_size(layout, batch, dtype) -> None:
-    func = product(n=101, k=37, dtype=dtype, layout=layout, batch=batch)
+def test_takes_any_layout_batch_and_size(a_layout, layout, batch, dtype) -> None:
+    func = product(n=101, k=37, dtype=dtype, a_layout=a_layout, layout=layout, batch=batch)
+    gemm = simt.match(func, TARGET)
+    assert (gemm.a_layout, gemm.layout) == (a_layout, layout)
+    assert len(gemm.batch) == len(batch) and (gemm.n, gemm.k) == (101, 37)
+    if dtype == "float32":
+        assert spaces.find(func, TARGET)[0] is simt.TEMPLATE
+
+
+@pytest.mark.parametrize("symbolic", [{"n": "N"}, {"k": "K"}, {"rows": 24, "n": "8*N"}], ids=str)
+def test_takes_symbolic_sizes(symbolic) -> None:
+    func = product(dtype="float32", **symbolic)
     template, gemm = spaces.find(func, TARGET)
-    assert template is simt.TEMPLATE and gemm.key() == simt.match(func, TARGET).key()
-    assert gemm.layout == layout and len(gemm.batch) == len(batch) and (gemm.n, gemm.k) == (101, 37)
+    assert template is simt.TEMPLATE and simt.default(gemm, TARGET) in simt.space(gemm, TARGET)
 
 
 def test_leaves_tensor_cores_and_other_targets_their_own() -> None:
@@ -34,7 +44,7 @@ def test_leaves_tensor_cores_and_other_targets_their_own() -> None:
     func = product(dtype="float32")
     assert simt.match(func, codegen.make_target({"kind": "llvm"})) is None
     older = codegen.make_target({"kind": "cuda", "arch": "sm_80"})
-    assert simt.match(func, older) is not None and spaces.find(product(), older)[0] is simt.TEMPLATE
+    assert simt.match(func, older) is not None and spaces.find(func, older)[0] is simt.TEMPLATE
 
 
 @pytest.mark.parametrize(
@@ -78,6 +88,9 @@ def test_features_tell_settings_apart() -> None:
         {"layout": "kn", "n": 128, "k": 64, "batch": ("H", 2)},
         {"layout": "nk", "n": 128, "k": 61, "batch": (3,), "dtype": "bfloat16"},
         {"layout": "kn", "n": 60, "k": 64, "dtype": "bfloat16", "lead": ("T",), "residual": True},
+        {"a_layout": "km", "layout": "kn", "n": 101, "k": 37, "batch": (3,)},
+        {"a_layout": "km", "layout": "nk", "n": 60, "k": "K", "batch": (3,), "shared": "a"},
+        {"a_layout": "km", "layout": "nk", "n": "N", "k": 24, "batch": (3,), "shared": "b"},
     ],
     ids=str,
 )
@@ -91,7 +104,8 @@ def test_source_of_a_setting(case, knobs) -> None:
     source = source_of(kernel)
     assert f"__launch_bounds__({knobs.threads})" in source
     is_half = case["dtype"] == "bfloat16"  # stored so; tanh then needs fewer digits
-    assert ("nv_bfloat16" in source) == ("tvmcap_tanh(" in source) == is_half
+    body = source.split('extern "C" __global__')[-1]
+    assert ("nv_bfloat16" in body) == ("tanhf(" not in body) == is_half
     assert "mma" not in source
 
 
@@ -108,12 +122,18 @@ def test_nvcc_takes_it(without_gpu: None) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 130, 1025])
 def test_computes_products_with_tails(dtype, rows) -> None:
     make = torch.Generator().manual_seed(rows)
-    x, w = (torch.randn(s, generator=make).to(dtype).cuda() for s in ((3, rows, 37), (3, 101, 37)))
+    shapes = (3, rows, 37), (3, 101, 37), (37, rows), (rows, 61)
+    x, w, v, u = (torch.randn(s, generator=make).to(dtype).cuda() for s in shapes)
 
-    def fn(x, w):
-        return torch.relu(x @ w.mT)
+    def fn(x, w, v, u):
+        """Both operands in a batch; one matrix for the batch, on the left; sums over rows."""
+        return torch.relu(x @ w.mT), v.T @ w.mT, x.mT @ u, torch.tanh(u.T @ x)
 
-    lib = quick(fn, x, w, dynamic={"x": {1: "T"}}, target="cuda")
-    wanted = fn(x.double(), w.double())
-    error, eager = ((y.double() - wanted).abs().max() for y in (lib(x, w), fn(x, w)))
-    assert error <= 2 * eager + torch.finfo(dtype).eps
+    dynamic = {"x": {1: "T"}, "v": {1: "T"}, "u": {0: "T"}}
+    lib = quick(fn, x, w, v, u, dynamic=dynamic, target="cuda")
+    args = (x, w, v, u)
+    for ours, eager, wanted in zip(
+        lib(*args), fn(*args), fn(*(t.double() for t in args)), strict=True
+    ):
+        error, budget = ((y.double() - wanted).abs().max() for y in (ours, eager))
+        assert error <= 2 * budget + torch.finfo(dtype).eps

@@ -6,7 +6,9 @@ import torch
 from tests.verify.fakes import FakeCompiled, block, block_case, signature
 from tvmcap.base.errors import VerifyError
 from tvmcap.base.numerics import Comparison
-from tvmcap.verify.check import pool, verify
+from tvmcap.verify.check import Subject, check_set, example_leaves, pool, verify
+from tvmcap.verify.inputs import InputSet
+from tvmcap.verify.reference import run_eager
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -51,6 +53,28 @@ def test_a_low_precision_accumulator_fails():
         return block(x.bfloat16(), w.bfloat16(), b.bfloat16()).float()
 
     assert not verify(FakeCompiled(ours, block, args, sig)).ok
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tf32_is_within_its_own_budget_alone(allowed):
+    args, sig = block_case(k=512)
+
+    def ours(x, w, b):
+        return run_eager(block, (x.flip(1), w.flip(0), b), {}, tf32=True)
+
+    lib = FakeCompiled(ours, block, args, sig)
+    cpu = torch.device("cpu")
+    subject = Subject(sig, lib, block, cpu, cpu, example_leaves(lib.captured), tf32=allowed)
+    for seed in range(3):
+        assert check_set(subject, InputSet("normal", {"B": 64}, seed)).ok == allowed
+
+    def worse(x, w, b):
+        return run_eager(block, (x.bfloat16().float(), w, b), {}, tf32=True)
+
+    subject = Subject(
+        sig, FakeCompiled(worse, block, args, sig), *(block, cpu, cpu), None, tf32=True
+    )
+    assert not check_set(subject, InputSet("normal", {"B": 64}, 0)).ok
 
 
 def test_a_nan_that_is_lost_fails():

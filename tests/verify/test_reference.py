@@ -7,7 +7,13 @@ from torch import nn
 from tests.verify.fakes import block, block_case
 from tvmcap.base.errors import VerifyError
 from tvmcap.base.numerics import to_numpy
-from tvmcap.verify.reference import in_parts, reference_dtype, run_reference, split_axes
+from tvmcap.verify.reference import (
+    in_parts,
+    reference_dtype,
+    run_eager,
+    run_reference,
+    split_axes,
+)
 
 
 def test_precision_follows_the_widest_float():
@@ -119,3 +125,48 @@ def test_split_axes_wants_the_dimension_alone():
     assert split_axes(sig.inputs, "B") == [0, None, None]
     assert split_axes([type(sig.inputs[0])("y", "float32", ("B*2", 3))], "B") is None
     assert split_axes([type(sig.inputs[0])("y", "float32", ("BB", 3))], "B") == [None]
+
+
+def cut(tensor):
+    """Round float32 toward zero to 10 bits of mantissa."""
+    mantissa, exponent = torch.frexp(tensor.double())
+    return torch.ldexp(torch.trunc(mantissa * 2**11) / 2**11, exponent).float()
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "plain"),
+    [
+        (lambda a, b: a @ b, [(5, 64), (64, 7)], ()),
+        (lambda a, b: a @ b, [(5, 64), (64,)], ()),
+        (torch.bmm, [(3, 5, 64), (3, 64, 7)], ()),
+        (nn.functional.linear, [(2, 5, 64), (7, 64), (7,)], (2,)),
+        (torch.addmm, [(7,), (5, 64), (64, 7)], (0,)),
+        (torch.baddbmm, [(3, 5, 7), (3, 5, 64), (3, 64, 7)], (0,)),
+        (lambda a, b: torch.einsum("bik,jk->bij", a, b), [(3, 5, 64), (7, 64)], ()),
+    ],
+)
+def test_products_in_tf32_cut_their_factors_and_nothing_else(fn, shapes, plain):
+    make = torch.Generator().manual_seed(len(shapes))
+    args = [torch.randn(shape, generator=make) for shape in shapes]
+    got = run_eager(lambda *a: fn(*a) + 1e-5, args, {}, tf32=True)
+    factors = [a.double() if i in plain else cut(a).double() for i, a in enumerate(args)]
+    want = fn(*factors) + 1e-5
+    torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-5)
+    exact = fn(*(a.double() for a in args)) + 1e-5
+    assert 1e-4 < (got - exact).abs().max() < 0.1
+    # the error that tf32 may make: each product is off by less than 2^-9
+    bound = fn(*(a.double().abs() for a in args)) * 2**-9
+    assert ((got - exact).abs() <= bound + 1e-5).all()
+
+
+def test_attention_and_special_values_in_tf32():
+    q, k, v = torch.randn(3, 2, 4, 16, 32, generator=torch.Generator().manual_seed(1))
+    sdpa = nn.functional.scaled_dot_product_attention
+    got = run_eager(sdpa, (q, k, v), {}, tf32=True)
+    exact = sdpa(*(t.double() for t in (q, k, v)))
+    assert 1e-5 < (got - exact).abs().max() < 1e-2
+    x = torch.tensor([[float("inf"), 1.0], [float("nan"), 1.0]])
+    eye = torch.eye(2)
+    assert torch.equal(run_eager(torch.mm, (x, eye), {}, tf32=True).isnan(), (x @ eye).isnan())
+    half = torch.randn(4, 8, dtype=torch.bfloat16)
+    assert torch.equal(run_eager(torch.mm, (half, half.T), {}, tf32=True), half @ half.T)

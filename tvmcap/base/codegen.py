@@ -32,25 +32,40 @@ SHARED_MEMORY = {
 DEFAULT_ARCH = "sm_90a"
 
 
-def gpu_architecture() -> str | None:
-    """Return GPU 0's architecture, such as ``"sm_90a"``, or None without a usable GPU.
+def gpu_capability(device: int = 0) -> tuple[int, int]:
+    """Return a GPU's compute capability, major and minor; raises LookupError that says what lacks.
 
     It asks the driver itself, so that neither torch nor TVM is imported.
     """
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
-        return None
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise LookupError("this machine has no NVIDIA driver") from e
+    count, handle = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        raise LookupError("the driver finds no GPU here")
+    if driver.cuDeviceGet(ctypes.byref(handle), device):
+        raise LookupError(f"expected a GPU with index below {count.value}, got {device}")
+    major, minor = ctypes.c_int(), ctypes.c_int()
     # CUdevice_attribute 75 and 76: compute capability, major and minor (cuda.h)
-    if cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, 0) or cuda.cuDeviceGetAttribute(
-        ctypes.byref(minor), 76, 0
-    ):
+    for attribute, value in ((75, major), (76, minor)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle):
+            raise LookupError("the driver does not tell the GPU's compute capability")
+    return major.value, minor.value
+
+
+def gpu_architecture() -> str | None:
+    """Return GPU 0's architecture, such as ``"sm_90a"``, or None without a usable GPU."""
+    try:
+        major, minor = gpu_capability()
+    except LookupError:
         return None
-    suffix = "a" if major.value >= 9 else ""
-    return f"sm_{major.value}{minor.value}{suffix}"
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def compute_capability(target: Any) -> int:
+    """Return ten times the compute capability of a cuda target: 90 for ``"sm_90a"``."""
+    return int("".join(c for c in str(target.arch) if c.isdigit()))
 
 
 def target_data(spec: str | Mapping[str, Any] | None) -> dict[str, Any]:

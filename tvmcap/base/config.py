@@ -70,7 +70,6 @@ _RESERVED: dict[str, Any] = {
     "calibration": None,
     "backward": False,
     "memory_budget": 1.0,
-    "allow_tf32": False,
     "rpc": None,
 }
 
@@ -86,9 +85,12 @@ class Config:
     constants: names of arguments frozen into the library at their example values.
     tune: ``"cached"`` (use records), ``"none"`` (rules alone) or a number of trials to run first.
     budget_s: seconds that tuning may take in all; None for no limit.
-    quantize, calibration, backward, memory_budget, allow_tf32, rpc: reserved; refused until there
-        is something behind them.
+    quantize, calibration, backward, memory_budget, rpc: reserved; refused until there is something
+        behind them.
     disable: names of passes to leave out (``tvmcap.pipeline`` holds the list).
+    allow_tf32: on cuda, float32 matmuls may multiply in tf32 (10 mantissa bits) and add in float32,
+        and ``verify`` holds them to that error; on llvm it changes nothing.
+    vendor_matmul: leave matmuls to torch's kernels, untuned; the library then needs torch.
     verify: compare the library with a higher-precision reference after building.
     seed: seed of every random choice.
     workers: processes that compile candidates.
@@ -108,6 +110,7 @@ class Config:
     memory_budget: float = 1.0
     disable: tuple[str, ...] = ()
     allow_tf32: bool = False
+    vendor_matmul: bool = False
     verify: bool = True
     seed: int = 0
     workers: int | None = None
@@ -142,6 +145,7 @@ def _plain(value: Any) -> Any:
 FIELDS = {f.name: f for f in fields(Config)}
 _NOT_FROM_TEXT = ("dynamic", "calibration")
 _NAMES = ("constants", "disable")
+_FLAGS = ("verify", "allow_tf32", "vendor_matmul")
 _PATHS = ("log_dir", "cache_dir", "dump")
 _A_NAME_LIST = "names of {}, such as ('a', 'b')"
 _A_FOLDER = "the path of a folder, or None"
@@ -176,7 +180,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v is None or _is_seconds(v),
         "a positive number of seconds, or None for no limit",
     ),
-    "verify": (lambda v: isinstance(v, bool), "True or False"),
+    **{name: (lambda v: isinstance(v, bool), "True or False") for name in _FLAGS},
     "seed": (lambda v: _is_integer(v) and 0 <= v < 1 << 63, "a whole number from 0 to 2**63 - 1"),
     "workers": (
         lambda v: v is None or (_is_integer(v) and v >= 1),

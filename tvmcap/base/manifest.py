@@ -59,6 +59,7 @@ class Manifest:
     build_s: seconds of the build.
     config: the options that made it.
     key: its key in the compile cache.
+    needs: packages that it calls where it runs, such as ``torch``.
     peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
         bounds.
     """
@@ -77,6 +78,7 @@ class Manifest:
     config: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = None
     peak_bytes: int | None = None
+    needs: tuple[str, ...] = ()
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ class Manifest:
             known["signature"] = Signature.from_json(data["signature"])
             known["coverage"] = tuple(dict(task) for task in data.get("coverage", ()))
             known["frozen"] = tuple(data.get("frozen", ()))
+            known["needs"] = tuple(data.get("needs", ()))
             known["weights"] = _weights(data.get("weights"))
             if not isinstance(data["target"]["kind"], str) or not isinstance(
                 data["versions"], dict

@@ -25,6 +25,7 @@ _aten = torch.ops.aten
 WHOLE = (
     _aten.linear.default,
     _aten.matmul.default,
+    _aten.baddbmm.default,
     _aten.scaled_dot_product_attention.default,
     _aten.silu.default,
     _aten.max_pool2d.default,

@@ -272,4 +272,7 @@ class _Widen(relax.PyExprMutator):  # type: ignore[misc]
             return self.wide[value]
         if not _is_half(getattr(value, "ty", None)):
             return value
+        if isinstance(value, tvm.ir.GenericConst) and not value.ty.ndim:
+            # a number becomes part of the kernel
+            return relax.const(value.value.numpy().astype("float32"), "float32")
         return self.builder_.emit(relax.op.astype(value, "float32"))

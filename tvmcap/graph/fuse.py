@@ -9,6 +9,8 @@ import tvm
 from tvm import relax, topi
 
 from tvmcap.base.errors import BuildError
+from tvmcap.graph.group import Graph, fuse_ops, join
+from tvmcap.graph.merge import Serves, merge
 from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
 
 
@@ -46,15 +48,18 @@ def _name(call: Any) -> str:
     return str(getattr(packed, "global_symbol", call.op.name))
 
 
-def fuse(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures elementwise work sits in the kernel of its producer: one PrimFunc a fused group."""
-    for step in (
-        relax.transform.FuseOps(),
-        relax.transform.FuseTIR(),
-        relax.transform.DeadCodeElimination(["main"]),
-    ):
-        mod = step(mod)
-    return mod
+def fuse(mod: tvm.IRModule, serves: Serves | None = None) -> tvm.IRModule:
+    """Ensures elementwise work sits in the kernel of its producer: one PrimFunc a fused group.
+
+    A product or a row-wise operator also keeps what follows it where several of the group's
+    results are needed outside, if ``serves`` takes the PrimFunc of the whole group.
+    """
+    graph = Graph(mod)
+    parts = fuse_ops(graph)
+    if serves is not None:
+        parts = merge(graph, parts, serves)
+    mod = relax.transform.FuseTIR()(join(graph, parts))
+    return relax.transform.DeadCodeElimination(["main"])(mod)
 
 
 def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:

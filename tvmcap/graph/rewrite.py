@@ -9,7 +9,10 @@ import tvm
 from tvm import relax
 
 Emit = Callable[[Any, Any], Any]
-"""(block builder, value with its arguments already rewritten) -> what to bind instead, or None."""
+"""(block builder, value with its arguments already rewritten) -> what to bind instead, or None.
+
+A variable that it returns stands for the value from there on.
+"""
 
 
 def outputs_of(main: Any) -> list[Any]:
@@ -22,11 +25,15 @@ def outputs_of(main: Any) -> list[Any]:
 
 
 def rebuild(
-    mod: tvm.IRModule, emit: Emit, finish: Callable[[Any, int, Any], Any] | None = None
+    mod: tvm.IRModule,
+    emit: Emit,
+    finish: Callable[[Any, int, Any], Any] | None = None,
+    enter: Callable[[Any], None] | None = None,
 ) -> tvm.IRModule:
     """Walk main and rebind each value to what ``emit`` gives; None keeps the value.
 
-    ``finish(builder, i, output)`` may change output ``i``.
+    ``finish(builder, i, output)`` may change output ``i``; ``enter(var)`` is told the variable of
+    each binding, as main has it, before its value is emitted.
     """
     main = mod["main"]
     builder = relax.BlockBuilder(mod)
@@ -36,12 +43,17 @@ def rebuild(
         with builder.dataflow():
             for block in main.body.blocks:
                 for binding in block.bindings:
+                    if enter is not None:
+                        enter(binding.var)
                     value = builder.normalize(substitute(binding.value, env))
                     if isinstance(value, relax.Var | relax.Tuple):
                         env[binding.var] = value
                         continue
                     new = emit(builder, value)
-                    env[binding.var] = builder.emit(value if new is None else new)
+                    is_var = isinstance(new, relax.Var)
+                    env[binding.var] = (
+                        new if is_var else builder.emit(value if new is None else new)
+                    )
             results = [substitute(o, env) for o in outputs]
             if finish is not None:
                 results = [finish(builder, i, r) for i, r in enumerate(results)]

@@ -17,8 +17,10 @@ from tvmcap.kernel.records import Record
 
 logger = logging.getLogger("tvmcap")
 
-MAX_VARIANTS = 3
+MAX_VARIANTS = 8
 """Kernels of one task that share the range of a dynamic dimension; more do not pay."""
+
+VENDOR = "vendor:"
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
 """The best record of a task at each size that was tuned (``stores.Stores.best_by_size``)."""
@@ -31,12 +33,12 @@ class Served:
     Attributes
     ----------
     task: name of the kernel; ``calls`` how often one run of the program calls it.
-    served_by: ``"template:NAME"``, ``"trace"`` or ``"rule:NAME"``.
+    served_by: ``"template:NAME"``, ``"trace"``, ``"rule:NAME"`` or ``"vendor:torch"``.
     records: for each tuned size, the record's median in microseconds and its candidate.
     ranges: for each variant the largest number of rows it serves ("any" for the last), and its
         knobs.
     tunable: whether tuning could do something for this kernel.
-    reason: why no record serves it.
+    reason: why no record serves it, and no template that would be faster.
     """
 
     task: str
@@ -65,6 +67,10 @@ def schedule(
     found = {name: task for task in tasks.extract(mod, target, spaces.find) for name in task.names}
     for gvar, func in mod.functions.items():
         if not isinstance(func, tirx.PrimFunc):
+            continue
+        if "tvmcap.vendor" in (func.attrs or {}):
+            why = "left to torch's kernel by vendor_matmul"
+            coverage.append(Served(gvar.name_hint, f"{VENDOR}torch", 1, reason=why))
             continue
         task = found.get(gvar.name_hint)
         if task is None:
@@ -97,7 +103,7 @@ def _serve(
         ranges = {
             "any" if b is None else f"<={b}": task.template.knobs_to_json(k) for b, k in choices
         }
-        reason = "" if records else "no record; the template's default"
+        reason = _reason(task, target, "" if records else "no record; the template's default")
         return made, Served(
             task.name, f"template:{task.template.name}", task.count, True, seen, ranges, reason
         )
@@ -105,10 +111,36 @@ def _serve(
         func = traces.apply_trace(task.func, record.trace, target)
         if func is not None:
             used = {_sizes_text(record): seen[_sizes_text(record)]}
-            return [(None, func)], Served(task.name, "trace", task.count, True, used)
+            made, ranges = _with_few_rows(task, func, target)
+            lent = traces.lends_tile(task.func, record.trace or [])
+            reason = _reason(task, target, "the trace's tile, rows padded to it" if lent else "")
+            return made, Served(task.name, "trace", task.count, True, used, ranges, reason)
     func, rule = fallback.schedule(task.func, target)
-    reason = "no record" if not records else "no record's trace applies to the symbolic sizes"
-    return [(None, func)], Served(task.name, f"rule:{rule}", task.count, True, reason=reason)
+    made, ranges = _with_few_rows(task, func, target)
+    missing = "no record" if not records else "no record's trace applies to the symbolic sizes"
+    reason = _reason(task, target, missing)
+    return made, Served(task.name, f"rule:{rule}", task.count, True, {}, ranges, reason)
+
+
+def _with_few_rows(
+    task: tasks.Task, func: Any, target: Any
+) -> tuple[list[tuple[int | None, Any]], dict[str, str]]:
+    """Put a kernel for few rows before one for tensor cores, and name both by range of rows."""
+    few = spaces.few_rows(task.func, target)
+    if few is None:
+        return [(None, func)], {}
+    bound, kernel, name = few
+    return [(bound, kernel), (None, func)], {f"<={bound}": name, "any": "tensor cores"}
+
+
+def needs(coverage: Sequence[Served]) -> tuple[str, ...]:
+    """Name the packages that kernels are left to."""
+    left = (s.served_by for s in coverage if s.served_by.startswith(VENDOR))
+    return tuple(sorted({name.removeprefix(VENDOR) for name in left}))
+
+
+def _reason(task: tasks.Task, target: Any, missing: str) -> str:
+    return "; ".join(filter(None, [spaces.refusals(task.func, target), missing]))
 
 
 def _sizes_text(record: Record) -> str:

@@ -35,6 +35,12 @@ def settle(body: Any) -> Any:
 
 def _vectors(loop: Any) -> Any:
     stmts = _statements(loop.body)
+    if (
+        loop.kind == ForKind.VECTORIZED
+        and isinstance(loop.body, tvm.s_tir.SBlockRealize)
+        and _names(loop.body)
+    ):  # a cell in a block serves one lane at a time; LLVM vectorizes the serial loop
+        return tirx.For(loop.loop_var, loop.min, loop.extent, ForKind.SERIAL, loop.body)
     if loop.kind != ForKind.VECTORIZED or not _to_do(stmts):
         return loop
     lanes = int(loop.extent)

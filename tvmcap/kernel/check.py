@@ -12,8 +12,13 @@ from tvmcap.kernel.features import new_schedule
 #: Largest error of one element, over its own size plus the output's root mean square. Sums in
 #: another order differ by a few units in the last place of the largest term; a wrong tile or a
 #: missing term differs by a whole part.
-_TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "float16": 1e-2, "bfloat16": 5e-2}
+_TOLERANCE = {"float64": 1e-8, "float32": 2e-3, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 _TOLERANCE_OTHER_FLOAT = 0.15
+
+
+def precision(arg: dict[str, Any]) -> str:
+    """Return what an argument's values are computed in: its dtype, or "tf32" where that is less."""
+    return str(arg.get("precision", arg["dtype"]))
 
 
 def random_inputs(args: list[dict[str, Any]], seed: int) -> list[Any]:
@@ -76,7 +81,11 @@ def mismatch(got: Any, expected: Any, dtype: str) -> str | None:
         return None
     got, expected = got[finite].astype(np.float64), expected[finite].astype(np.float64)
     scale = float(np.sqrt(np.mean(expected**2))) or 1.0
-    error = float(np.max(np.abs(got - expected) / (np.abs(expected) + scale)))
+    return beyond(float(np.max(np.abs(got - expected) / (np.abs(expected) + scale))), dtype)
+
+
+def beyond(error: float, dtype: str) -> str | None:
+    """Describe a relative error that is more than the dtype's rounding explains, or return None."""
     limit = _TOLERANCE.get(dtype, _TOLERANCE_OTHER_FLOAT)
     return None if error <= limit else f"relative error {error:.3g}, at most {limit:g} expected"
 

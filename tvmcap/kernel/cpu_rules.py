@@ -25,6 +25,7 @@ from tvmcap.kernel.cpu_nests import (
     register_axis,
     spatial,
 )
+from tvmcap.kernel.cpu_rows import row_depth
 from tvmcap.kernel.cpu_tasks import Place, flatten, parallel, work_of
 from tvmcap.schedules import cpu_build as b
 from tvmcap.schedules.cpu_target import threads, vector_lanes, vector_registers
@@ -77,35 +78,12 @@ class _Rule:
 
     def body(self) -> Any:
         """Return the body, by the first form that fits."""
-        depth = self._row_depth()
+        depth = row_depth(self.blocks)
         if len(self.blocks) == 1 and self.blocks[0].combine is None:
             return self._elementwise(self.blocks[0])
         return self._rows(depth) if depth else self._separate()
 
     # --- row-wise functions
-
-    def _row_depth(self) -> int:
-        """Return how many leading dimensions are rows; 0 where the function is not row-wise."""
-        out = self.blocks[-1]
-        depth = min(len(x.axes) for x in self.blocks)
-        depth = min(depth, max(len(x.axes) for x in self.blocks) - 1) or depth
-        while depth and not all(self._shares(x, out, depth) for x in self.blocks):
-            depth -= 1
-        rowwise = any(
-            x.combine is not None and along_reduced(x, list(x.axes[depth:])) for x in self.blocks
-        )
-        return (
-            depth if rowwise and depth >= max(max(len(x.axes) for x in self.blocks) - 1, 1) else 0
-        )
-
-    def _shares(self, block: Block, out: Block, depth: int) -> bool:
-        def own(load: Any) -> bool:
-            inner = any(load.source.same_as(x.buffer) for x in self.blocks)
-            return not inner or ep.same_all(list(load.indices)[:depth], block.axes[:depth])
-
-        return ep.same_all(block.extents[:depth], out.extents[:depth]) and all(
-            map(own, cb.loads(block.value))
-        )
 
     def _rows(self, depth: int) -> Any:
         """Return one parallel loop over rows around all blocks."""

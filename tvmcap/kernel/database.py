@@ -11,7 +11,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from tvmcap.kernel import tasks
-from tvmcap.kernel.features import KNOBS, annotate, new_schedule, read_knobs
+from tvmcap.kernel.features import KNOBS, annotate, new_schedule, read_knobs, replay
 from tvmcap.kernel.fingerprint import fingerprint, tvm_version
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.tasks import Task
@@ -32,9 +32,7 @@ def schedule_of(record: Record, bound: Any) -> Any:
     """Return the record's candidate as a schedule of the PrimFunc at the record's sizes."""
     if record.kind == "template":
         return annotate(bound, json.dumps(record.knobs, sort_keys=True, separators=(",", ":")))
-    sch = new_schedule(bound)
-    tvm.s_tir.schedule.Trace.apply_json_to_schedule(record.trace, sch)
-    return sch
+    return replay(bound, record.trace or [[], []])
 
 
 def add_to_database(database: Any, record: Record, bound: Any, target: Any) -> bool:
@@ -76,7 +74,10 @@ def sizes_of(task: Task, recorded: Mapping[str, int]) -> dict[str, int] | None:
     names = [v.name for v in task.vars]
     if task.template is None:
         return {name: recorded[f"s{i}"] for i, name in enumerate(names)}
-    guesses = [*task.sizes(), {name: recorded["rows"] for name in names}]
+    guesses = [
+        *task.sizes(),
+        {name: recorded.get(f"s{i}", recorded["rows"]) for i, name in enumerate(names)},
+    ]
     return next((g for g in guesses if task.record_sizes(g) == dict(recorded)), None)
 
 

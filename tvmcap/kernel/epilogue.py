@@ -67,6 +67,8 @@ class Epilogue:
         remap: how to read a parameter at some indices; a plain load where not given.
         """
         walk = _Walk(self, value, list(indices), remap or (lambda b, i: tirx.BufferLoad(b, i)))
+        if self._uses.get(self.anchor, 0) > 1 and not is_simple(value):
+            walk.value = walk.bind("sum", str(self.anchor.dtype), value)
         values = [(out, walk.value_of(out, list(indices))) for out in self.outputs]
         return walk.binds, values
 
@@ -101,7 +103,7 @@ def read(func: tirx.PrimFunc) -> Fused | None:
             return None
         stages[store.buffer] = Stage(tuple(axes), store.value)
     outputs = tuple(p for p in func.params if p in stages or p.same_as(anchor))
-    uses, reads = _count_loads(stages, func.params)
+    uses, reads = _count_uses(stages, func.params, outputs)
     epilogue = Epilogue(anchor, outputs, stages, reads, uses)
     return Fused(anchors[0], epilogue) if outputs and _pointwise(epilogue) else None
 
@@ -136,11 +138,16 @@ class _Walk:
             if same_all(seen, indices):
                 return value
         value = self._evaluate(stage.value, dict(zip(stage.axes, indices, strict=True)))
-        if self.epilogue._uses.get(buffer, 0) > 1:
-            var, bound, value = named(buffer.name, str(buffer.dtype), value)
-            self.binds.append(tirx.Bind(var, bound))
+        if self.epilogue._uses.get(buffer, 0) > 1 and not is_simple(value):
+            value = self.bind(buffer.name, str(buffer.dtype), value)
         self.known.setdefault(buffer, []).append((indices, value))
         return value
+
+    def bind(self, name: str, dtype: str, value: Expr) -> Expr:
+        """Compute a value once; returns what then stands for it."""
+        var, bound, use = named(name, dtype, value)
+        self.binds.append(tirx.Bind(var, bound))
+        return use
 
     def _evaluate(self, expr: Expr, axes: dict[Any, Expr]) -> Expr:
         def load(node: Any) -> Any:
@@ -190,6 +197,11 @@ def _plain(realize: Any, loops: list[Any]) -> bool:
     return same_all(values, loops) and isinstance(realize.predicate, tirx.IntImm)
 
 
+def is_simple(value: Expr) -> bool:
+    """Whether an expression costs no more than its own name."""
+    return isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm | tvm.ir.TensorLoad)
+
+
 def named(name: str, dtype: str, value: Expr) -> tuple[Any, Expr, Expr]:
     """Return a variable, what to bind it to, and the expression that then stands for ``value``.
 
@@ -203,9 +215,10 @@ def named(name: str, dtype: str, value: Expr) -> tuple[Any, Expr, Expr]:
     return var, tirx.Cast("float32", value), tirx.Cast("bfloat16", var)
 
 
-def _count_loads(
-    stages: dict[Any, Stage], params: Sequence[Any]
+def _count_uses(
+    stages: dict[Any, Stage], params: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[dict[Any, int], tuple[Any, ...]]:
+    """Count loads of each buffer, and the store of an output; list the parameters that are read."""
     uses: dict[Any, int] = {}
     for stage in stages.values():
 
@@ -213,7 +226,10 @@ def _count_loads(
             uses[node.source] = uses.get(node.source, 0) + 1
 
         tvm_ffi.structural_walk(stage.value, (tvm.ir.TensorLoad, count))
-    return uses, tuple(p for p in params if p in uses and p not in stages)
+    reads = tuple(p for p in params if p in uses and p not in stages and p not in outputs)
+    for out in outputs:
+        uses[out] = uses.get(out, 0) + 1
+    return uses, reads
 
 
 def same_all(left: Sequence[Expr], right: Sequence[Expr]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import tvm
@@ -10,7 +12,9 @@ import tvm_ffi
 from tvm import tirx
 
 from tvmcap.base.errors import BuildError
-from tvmcap.kernel import cpu_rules, intrinsics
+from tvmcap.kernel import cpu_rules, intrinsics, tasks, tensor_core_rule
+from tvmcap.kernel.features import copy_func
+from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 
 logger = logging.getLogger("tvmcap")
 
@@ -45,29 +49,38 @@ def infinite_identities(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, widen)))
 
 
-def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
-    """Apply TVM's dlight rules, most specific first."""
+def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
     from tvm.s_tir import dlight
 
+    def use(rule: Any, func: Any, target: Any) -> Any:
+        if {str(p.dtype) for p in func.params if tasks.is_tensor(p)} & {"float16", "int8"}:
+            import_tensor_intrinsics()  # which dlight would do, slowly
+        found = rule.apply(func, target, False)
+        first = found[0] if isinstance(found, list) else found
+        return None if first is None else first.mod["main"]
+
+    yield (
+        "tensor-core",
+        lambda func, target: tensor_core_rule.schedule(copy_func(func), target),
+    )
+    for kind in ("Matmul", "GEMV", "Reduction", "GeneralReduction", "Fallback"):
+        rule = getattr(dlight.gpu, kind)()
+        yield f"dlight-{kind.lower()}", partial(use, rule)
+
+
+def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
+    """Apply our rule of tensor cores, then TVM's dlight rules, most specific first."""
     with target:
-        for rule in (
-            dlight.gpu.Matmul(),
-            dlight.gpu.GEMV(),
-            dlight.gpu.Reduction(),
-            dlight.gpu.GeneralReduction(),
-            dlight.gpu.Fallback(),
-        ):
-            name = type(rule).__name__.lower()
+        for name, rule in _rules():
             try:
-                found = rule.apply(func, target, False)
+                found = rule(func, target)
             except Exception as e:
                 # a rule that trips over a pattern must not stop the ones after it
                 kernel = func.attrs.get("global_symbol", "?")
-                logger.debug("dlight %s cannot schedule %s: %s", name, kernel, e)
+                logger.debug("%s cannot schedule %s: %s", name, kernel, e)
                 continue
             if found is not None:
-                first = found[0] if isinstance(found, list) else found
-                return first.mod["main"].with_attr("tirx.is_scheduled", True), f"dlight-{name}"
+                return found.with_attr("tirx.is_scheduled", True), name
     raise BuildError(
         "no rule schedules this kernel for the GPU; build with target='llvm', "
         "or report the operator:\n" + tvm.IRModule({"kernel": func}).script()[:2000]

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tvm
 
+from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
+
 KNOBS = "tvmcap.knobs"
 """Annotation of the root block: the knobs as canonical JSON, all that MetaSchedule sees."""
 
@@ -24,6 +26,15 @@ def copy_func(func: Any) -> Any:
 def new_schedule(func: Any) -> Any:
     """Return a schedule of a copy of ``func``, named main."""
     return tvm.s_tir.Schedule(tvm.IRModule({"main": copy_func(func)}))
+
+
+def replay(func: Any, trace: Sequence[Any]) -> Any:
+    """Return a schedule of a copy of ``func`` by a trace (JSON data)."""
+    if any(name == "Tensorize" for name, *_ in trace[0]):
+        import_tensor_intrinsics()
+    sch = new_schedule(func)
+    tvm.s_tir.schedule.Trace.apply_json_to_schedule(trace, sch)
+    return sch
 
 
 def annotate(func: Any, knobs_json: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,10 @@ import tvm_ffi
 
 # cudaStreamNonBlocking, cudaStreamCaptureModeRelaxed (driver_types.h)
 _NON_BLOCKING, _RELAXED = 1, 2
-_CALLS = 24
+_FEWEST_CALLS, _MOST_CALLS, _GRAPH_US = 4, 64, 300.0
+_FEWEST, _SAMPLES, _WARM_S = 7, 30, 0.005
+#: What one call costs the host at most, where nothing hides it.
+_HOST_US = 50.0
 
 
 class CudaError(RuntimeError):
@@ -36,42 +41,67 @@ def time_graph(
 ) -> list[float]:
     """Sample microseconds a call, calls rotating through ``sets``.
 
-    Fewer samples where a call is far slower than ``limit_us``. Raises CudaError where the function
-    cannot be captured.
+    Samples follow one another at once, so that the host's part of a launch is hidden; the clocks
+    get some milliseconds to rise first. Fewer samples where a call is far slower than ``limit_us``.
+    Raises CudaError where the function cannot be captured.
     """
     cuda = _Runtime()
     stream, graph, replay = (ctypes.c_void_p() for _ in range(3))
     cuda("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING)
-    events = [ctypes.c_void_p() for _ in range(2)]
+    events = [ctypes.c_void_p() for _ in range(_SAMPLES + 1)]
     for event in events:
         cuda("cudaEventCreate", ctypes.byref(event))
-    calls = -(-_CALLS // len(sets)) * len(sets)
-    with tvm_ffi.use_raw_stream(device, stream.value):
-        main(*sets[0])
-        cuda("cudaStreamSynchronize", stream)
-        cuda("cudaStreamBeginCapture", stream, _RELAXED)
-        for i in range(calls):
-            main(*sets[i % len(sets)])
-        cuda("cudaStreamEndCapture", stream, ctypes.byref(graph))
-    cuda("cudaGraphInstantiate", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
 
-    def sample() -> float:
+    def elapsed_us(start: ctypes.c_void_p, stop: ctypes.c_void_p) -> float:
         elapsed = ctypes.c_float()
-        cuda("cudaEventRecord", events[0], stream)
+        cuda("cudaEventElapsedTime", ctypes.byref(elapsed), start, stop)
+        return 1e3 * elapsed.value
+
+    def sample(count: int) -> list[float]:
+        """Microseconds of each of ``count`` replays, after one that hides the first launch."""
         cuda("cudaGraphLaunch", replay, stream)
-        cuda("cudaEventRecord", events[1], stream)
-        cuda("cudaEventSynchronize", events[1])
-        cuda("cudaEventElapsedTime", ctypes.byref(elapsed), *events)
-        return 1e3 * elapsed.value / calls
+        cuda("cudaEventRecord", events[0], stream)
+        for event in events[1 : count + 1]:
+            cuda("cudaGraphLaunch", replay, stream)
+            cuda("cudaEventRecord", event, stream)
+        cuda("cudaEventSynchronize", events[count])
+        return [elapsed_us(a, b) for a, b in itertools.pairwise(events[: count + 1])]
 
     try:
-        once = min(sample(), sample())
-        slow = limit_us is not None and once > 4 * limit_us
-        count = 3 if slow else int(min(30, max(7, time_s / max(once * calls * 1e-6, 1e-6))))
-        return [sample() for _ in range(count)]
+        with tvm_ffi.use_raw_stream(device, stream.value):
+            main(*sets[0])
+            cuda("cudaEventRecord", events[0], stream)
+            main(*sets[-1])
+            cuda("cudaEventRecord", events[1], stream)
+            cuda("cudaStreamSynchronize", stream)
+            once = elapsed_us(*events[:2])
+            slow = limit_us is not None and once > 4 * limit_us + _HOST_US
+            calls = min(len(sets), 2) if slow else _calls(once, len(sets))
+            cuda("cudaStreamBeginCapture", stream, _RELAXED)
+            for i in range(calls):
+                main(*sets[i % len(sets)])
+            cuda("cudaStreamEndCapture", stream, ctypes.byref(graph))
+        cuda("cudaGraphInstantiate", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
+        once = sample(1)[0]
+        if not slow:
+            sample(_count(_WARM_S, once, 1))
+        count = 3 if slow else _count(time_s, once, _FEWEST)
+        return [us / calls for us in sample(count)]
     finally:
         for event in events:
             cuda("cudaEventDestroy", event)
-        cuda("cudaGraphExecDestroy", replay)
-        cuda("cudaGraphDestroy", graph)
+        if replay:
+            cuda("cudaGraphExecDestroy", replay)
+        if graph:
+            cuda("cudaGraphDestroy", graph)
         cuda("cudaStreamDestroy", stream)
+
+
+def _calls(once_us: float, sets: int) -> int:
+    """Calls of a graph: whole turns through the sets, enough of them for the clock."""
+    wanted = max(_FEWEST_CALLS, min(_MOST_CALLS, math.ceil(_GRAPH_US / max(once_us, 1e-3))))
+    return -(-wanted // sets) * sets
+
+
+def _count(seconds: float, once_us: float, fewest: int) -> int:
+    return int(min(_SAMPLES, max(fewest, seconds / max(once_us * 1e-6, 1e-6))))

@@ -289,4 +289,8 @@ _FORMS: dict[str, Callable[..., Expr | None]] = {
     "tirx.erf": _erf,
     "tirx.log": _log,
     "tirx.pow": _pow,
+    # which LLVM knows for no vectors, or not at all: one call of the C library a lane
+    "tirx.sinh": lambda x: tirx.call_pure_extern("float32", "sinhf", x),
+    "tirx.cosh": lambda x: tirx.call_pure_extern("float32", "coshf", x),
+    "tirx.fmod": lambda x, y: tirx.call_pure_extern("float32", "fmodf", x, y),
 }

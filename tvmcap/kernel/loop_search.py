@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tvm
 from tvm.s_tir import meta_schedule as ms
 
+from tvmcap.kernel import tensor_core
 from tvmcap.kernel.database import add_to_database, plain_json
-from tvmcap.kernel.features import copy_func, new_schedule
+from tvmcap.kernel.features import copy_func, replay
 from tvmcap.kernel.measure import Candidate
 from tvmcap.kernel.records import Record, canonical
 from tvmcap.kernel.search import Proposal, Session, new_context
@@ -20,6 +20,7 @@ from tvmcap.kernel.tasks import Task
 
 _POPULATION = 128
 _GENERATIONS = 3
+_FRESH = 50
 _WARMUP = 8
 _PER_ITERATION = 8
 _MANY = 1 << 20
@@ -47,10 +48,12 @@ class LoopNestSession(Session):
         for record in stores.history(task.key, target, self.record_sizes):
             add_to_database(self._database, record, self.bound, target)
         strategy = ms.search_strategy.EvolutionarySearch(
-            population_size=_POPULATION, genetic_num_iters=_GENERATIONS
+            population_size=_POPULATION,
+            init_min_unmeasured=_FRESH,
+            genetic_num_iters=_GENERATIONS,
         )
         self._context = new_context(
-            self.bound, target, self.name, seed, "post-order-apply", strategy
+            self.bound, target, self.name, seed, tensor_core.space(self.bound, target), strategy
         )
         self._cost_model = ms.cost_model.XGBModel(num_warmup_samples=_WARMUP, num_tuning_cores=1)
         self._started = False
@@ -88,8 +91,7 @@ class LoopNestSession(Session):
         return [p for r in records if r.trace and (p := self._again(r.trace)) is not None]
 
     def _again(self, trace: list[Any]) -> Proposal | None:
-        sch = new_schedule(self.bound)
-        tvm.s_tir.schedule.Trace.apply_json_to_schedule(trace, sch)
+        sch = replay(self.bound, trace)
         return Proposal(self._candidate(canonical(trace), sch.mod["main"]), None, trace=trace)
 
     def _candidate(self, name: str, func: Any) -> Candidate:

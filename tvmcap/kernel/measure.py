@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,65 +22,16 @@ import tvm
 
 from tvmcap.base.errors import TuneError
 from tvmcap.kernel import process, tasks
+from tvmcap.kernel.candidates import Candidate as Candidate
+from tvmcap.kernel.candidates import Measurement as Measurement
+from tvmcap.kernel.candidates import Workload as Workload
 from tvmcap.kernel.process import Worker
-from tvmcap.kernel.tasks import Task
 
 log = logging.getLogger("tvmcap")
 
 _BUILDS_A_WORKER = 100
 _REFERENCE_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """One kernel to try: ``func``, or what a template makes of it with ``knobs`` (JSON text).
-
-    Equal ``name`` means equal code: its library is built once in a run. ``bound`` says that the
-    symbolic extents are numbers already.
-    """
-
-    name: str
-    func: Any
-    template: Any = None
-    knobs: str | None = None
-    bound: bool = False
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Microseconds a call (median, percentiles, number of timings), or why there are none."""
-
-    median_us: float | None = None
-    p10_us: float | None = None
-    p90_us: float | None = None
-    samples: int = 0
-    cause: str | None = None
-    message: str | None = None
-
-    @property
-    def error(self) -> dict[str, str] | None:
-        """Cause and first line of a failure, as records hold it."""
-        if self.cause is None:
-            return None
-        return {"cause": self.cause, "message": _first_line(self.message or "")}
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:500]
-
-
-@dataclass(frozen=True, eq=False)
-class Workload:
-    """A task at given sizes: what its kernels are called with, and what they should return."""
-
-    task: Task
-    sizes: dict[str, int]
-    seed: int
-
-    @property
-    def args(self) -> list[dict[str, Any]]:
-        """Shapes and dtypes of the arguments at these sizes."""
-        return tasks.argument_specs(self.task.func, self.task.vars, self.sizes)
+_TIME_S, _RUN_TIMEOUT_S = {"cpu": 0.15, "cuda": 0.03}, {"cpu": 30.0, "cuda": 10.0}
 
 
 class Measurer:
@@ -91,7 +41,8 @@ class Measurer:
     ----------
     target: what to compile for; this machine must have it.
     workers: processes that build at the same time; by default one a core.
-    time_s: seconds of timing a candidate gets; 0 checks without timing.
+    time_s: seconds of timing a candidate gets; by default 0.15 on a CPU and 0.03 on a GPU, whose
+        times spread little; 0 checks without timing.
     build_timeout_s, run_timeout_s: when a build or a run is given up.
     """
 
@@ -100,17 +51,15 @@ class Measurer:
         target: Any,
         *,
         workers: int | None = None,
-        time_s: float = 0.15,
+        time_s: float | None = None,
         build_timeout_s: float = 60.0,
-        run_timeout_s: float = 30.0,
+        run_timeout_s: float | None = None,
     ) -> None:
         self.target = target
-        self.time_s, self.build_timeout_s, self.run_timeout_s = (
-            time_s,
-            build_timeout_s,
-            run_timeout_s,
-        )
         self.device = device_of(target)
+        self.time_s = _TIME_S[self.device] if time_s is None else time_s
+        self.build_timeout_s = build_timeout_s
+        self.run_timeout_s = _RUN_TIMEOUT_S[self.device] if run_timeout_s is None else run_timeout_s
         if not tvm.device(self.device, 0).exist:
             raise TuneError(
                 f"no {self.device} device here to measure on; tune on a machine that has one"
@@ -118,11 +67,15 @@ class Measurer:
         self._target_json = {str(k): _plain(v) for k, v in target.export().items()}
         self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
         self._built: dict[str, dict[str, Any]] = {}
-        self._references: dict[Any, str] = {}
-        command, environment = process.command(self.device), process.environment(target)
+        self._references: dict[str, str] = {}
+        environment = process.environment(target)
+        building, running = (process.command(self.device, builds=b) for b in (True, False))
         count = workers or os.cpu_count() or 1
-        self._builders = [Worker(command, environment, self._folder) for _ in range(count)]
-        self._runner = Worker(command, environment, self._folder)
+        self._builders = [Worker(building, environment, self._folder) for _ in range(count)]
+        # a worker dies with the thread that started it, so the threads live as long as the workers
+        self._threads = ThreadPoolExecutor(count)
+        self._runner = Worker(running, environment, self._folder)
+        self._prepared: tuple[int | None, str] | None = None
 
     def __enter__(self) -> Measurer:
         """Return itself."""
@@ -136,7 +89,13 @@ class Measurer:
         """End the processes and delete the files."""
         for worker in [*self._builders, self._runner]:
             worker.stop()
+        self._threads.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def workers(self) -> int:
+        """How many candidates build at the same time."""
+        return len(self._builders)
 
     def measure(
         self, workload: Workload, candidates: Sequence[Candidate], limit_us: float | None = None
@@ -146,66 +105,72 @@ class Measurer:
         Candidates far slower than ``limit_us`` get fewer timings.
         """
         outputs = self.reference(workload)
-        for candidate, result in zip(candidates, self._build(candidates), strict=True):
+        for candidate, result in zip(candidates, self.build(candidates), strict=True):
             if "error" in result:
                 yield _failed(result)
             else:
                 yield self._run(workload, candidate, result["path"], outputs, limit_us)
 
-    def _build(self, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-        new = {c.name: c for c in candidates if c.name not in self._built}
-        queue = list(new.values())
+    def build(
+        self, candidates: Sequence[Candidate], workloads: Sequence[Workload] = ()
+    ) -> list[dict[str, Any]]:
+        """Build in parallel what was not built before; return the workers' replies in order.
+
+        Candidates of several workloads, and what gives the workloads' references, may be built at
+        once, ahead of ``measure``.
+        """
+        requests = {self._key(w): self._plain_request(w) for w in workloads if self._is_new(w)}
+        requests |= {c.name: _request(c) for c in candidates if c.name not in self._built}
+        queue = [*reversed(requests.items())]
 
         def serve(worker: Worker) -> None:
             while queue:
                 try:
-                    candidate = queue.pop()
+                    name, request = queue.pop()
                 except IndexError:
                     return
-                self._built[candidate.name] = self._build_one(worker, candidate)
+                self._built[name] = self._build_one(worker, request)
             if worker.served > _BUILDS_A_WORKER:
                 worker.stop()
 
-        with ThreadPoolExecutor(len(self._builders)) as pool:
-            try:
-                list(pool.map(serve, self._builders))
-            except BaseException:
-                queue.clear()
-                for worker in self._builders:
-                    worker.stop()
-                raise
+        try:
+            list(self._threads.map(serve, self._builders))
+        except BaseException:
+            queue.clear()
+            for worker in self._builders:
+                worker.stop()
+            raise
         return [self._built[c.name] for c in candidates]
 
-    def _build_one(self, worker: Worker, candidate: Candidate) -> dict[str, Any]:
+    def _build_one(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         path = str(self._folder / f"kernel{len(self._built)}-{time.monotonic_ns()}.so")
-        request = {
-            "op": "build",
-            "target": self._target_json,
-            "func": tvm.ir.save_json(candidate.func),
-            "template": None if candidate.template is None else template_ref(candidate.template),
-            "knobs": candidate.knobs,
-            "path": path,
-        }
+        request = {**request, "target": self._target_json, "path": path}
         return {**worker.call(request, self.build_timeout_s), "path": path}
+
+    def _key(self, workload: Workload) -> str:
+        sizes = sorted(workload.sizes.items())
+        return f"reference {id(workload.task)} {sizes} {workload.seed}"
+
+    def _is_new(self, workload: Workload) -> bool:
+        return self._key(workload) not in self._built
+
+    def _plain_request(self, workload: Workload) -> dict[str, Any]:
+        bound = tasks.bind(workload.task, workload.sizes)
+        return {"op": "build_plain", "func": tvm.ir.save_json(bound)}
 
     def reference(self, workload: Workload) -> str:
         """Compute the unscheduled function on the workload's inputs, once; return the file.
 
         Raises TuneError where that fails.
         """
-        key = (id(workload.task), tuple(workload.sizes.items()), workload.seed)
+        key = self._key(workload)
         if key not in self._references:
+            self.build([], [workload])
             path = str(self._folder / f"reference{len(self._references)}.npz")
-            request = {
-                **self._inputs(workload),
-                "op": "reference",
-                "device": self.device,
-                "target": self._target_json,
-                "func": tvm.ir.save_json(tasks.bind(workload.task, workload.sizes)),
-                "written": tasks.written(workload.task.func),
-                "outputs": path,
-            }
-            reply = self._runner.call(request, _REFERENCE_TIMEOUT_S)
+            reply = built = self._built[key]
+            if "error" not in built:
+                request = {**self._inputs(workload), "outputs": path, "library": built["path"]}
+                reply = self._runner.call({**request, "op": "reference"}, _REFERENCE_TIMEOUT_S)
             if "error" in reply:
                 raise TuneError(
                     f"the unscheduled kernel {workload.task.name} at {workload.sizes} cannot be "
@@ -216,7 +181,21 @@ class Measurer:
         return self._references[key]
 
     def _inputs(self, workload: Workload) -> dict[str, Any]:
-        return {"args": [a for a in workload.args if "shape" in a], "seed": workload.seed}
+        return {
+            "args": [a for a in workload.args if "shape" in a],
+            "seed": workload.seed,
+            "written": tasks.written(workload.task.func),
+            "device": self.device,
+        }
+
+    def _prepare(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
+        """Have the runner make a workload's arguments where it has not; return a failure."""
+        if self._prepared != (self._runner.pid, inputs["outputs"]):
+            reply = self._runner.call({**inputs, "op": "prepare"}, _REFERENCE_TIMEOUT_S)
+            if "error" in reply:
+                return reply
+            self._prepared = (self._runner.pid, inputs["outputs"])
+        return None
 
     def _run(
         self,
@@ -231,17 +210,13 @@ class Measurer:
             if candidate.bound
             else [(i, a["value"]) for i, a in enumerate(workload.args) if "value" in a]
         )
-        request = {
-            **self._inputs(workload),
-            "numbers": numbers,
-            "op": "run",
-            "device": self.device,
-            "path": path,
-            "outputs": outputs,
-            "time_s": self.time_s,
-            "limit_us": limit_us,
-        }
-        reply = self._runner.call(request, self.run_timeout_s)
+        inputs = {**self._inputs(workload), "outputs": outputs}
+        reply = self._prepare(inputs)
+        if reply is None:
+            more = {"numbers": numbers, "path": path, "time_s": self.time_s, "limit_us": limit_us}
+            reply = self._runner.call({**inputs, **more, "op": "run"}, self.run_timeout_s)
+            if reply.get("broken"):
+                self._runner.stop()
         if "error" in reply:
             return _failed(reply)
         us = sorted(reply["us"])
@@ -249,6 +224,15 @@ class Measurer:
             return Measurement()
         rank = (len(us) - 1) / 10
         return Measurement(statistics.median(us), us[round(rank)], us[round(9 * rank)], len(us))
+
+
+def _request(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "op": "build",
+        "func": tvm.ir.save_json(candidate.func),
+        "template": None if candidate.template is None else template_ref(candidate.template),
+        "knobs": candidate.knobs,
+    }
 
 
 def _failed(reply: Mapping[str, Any]) -> Measurement:

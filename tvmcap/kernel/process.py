@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tvmcap.base import codegen
+
 
 @dataclass(eq=False)
 class Worker:
@@ -27,6 +29,12 @@ class Worker:
     served: int = 0
     _process: subprocess.Popen[bytes] | None = None
     _errors: Path = field(default=Path())
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None where it does not run."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if self._process is not None and running else None
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process where it does not run."""
@@ -80,6 +88,14 @@ class Worker:
         ]
         return f"the process ended with {name}\n" + "\n".join(lines[-40:])
 
+    def end(self, timeout_s: float) -> None:
+        """Let the process end by itself once its input ends; kill it where it does not."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                self._process.stdin.close()
+                self._process.wait(timeout_s)
+        self.stop()
+
     def stop(self) -> None:
         """Kill the process and whatever it started."""
         if self._process is None:
@@ -111,14 +127,17 @@ def _read_line(process: subprocess.Popen[bytes], deadline: float) -> bytes | Non
     return data
 
 
-def command(device: str) -> tuple[str, ...]:
-    """Return the command line of a worker for kernels of a device."""
-    return (
-        sys.executable,
-        "-m",
-        "tvmcap.kernel.worker",
-        *(["--without-torch"] if device == "cpu" else []),
-    )
+def command(device: str, *, builds: bool = False) -> tuple[str, ...]:
+    """Return the command line of a worker for kernels of a device.
+
+    Only one that runs kernels on a GPU has a use for torch, which takes seconds to import.
+    """
+    worker = (sys.executable, "-m", "tvmcap.kernel.worker")
+    if device == "cpu":
+        return (*worker, "--without-torch")
+    if builds and codegen.find_cudart() is not None:
+        return (*worker, "--without-torch", f"--{device}")
+    return worker
 
 
 def environment(target: Any) -> dict[str, str]:

@@ -8,10 +8,8 @@ MetaSchedule's own rules and evolution.
 from __future__ import annotations
 
 import datetime
-import inspect
 import json
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +28,17 @@ from tvmcap.kernel.measure import Candidate, Measurement, Workload
 from tvmcap.kernel.records import Record, canonical
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
+from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 from tvmcap.kernel.traces import apply_trace as apply_trace
 
 _EXPLORE = 0.2
+_SHORT_LIST = 4
+"""Candidates that the model chooses from, for each that is measured, by a template's estimate."""
 
 _quiet = logging.getLogger("tvmcap.metaschedule")
 _quiet.setLevel(logging.WARNING)
+# TVM says that it does not pad rows of bfloat16 in shared memory; our rule does
+_quiet.addFilter(lambda record: "StorageAlign" not in record.getMessage())
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +184,7 @@ class TemplateSession(Session):
         self._points = list(dict.fromkeys([*defaults, *points]))
         self._features = template_features(task.template, self.problem, self._points, target)
         self._texts = [task.template.knobs_to_json(k) for k in self._points]
+        self._prior = _order(task.template, self.problem, self._points, target)
         self._rng = np.random.default_rng(seed)
         self._count = 0
         self._context = new_context(
@@ -198,20 +202,25 @@ class TemplateSession(Session):
 
     def _choose(self) -> list[Any]:
         """Return schedules of the next candidates: defaults, then by score, some at random."""
-        left = [
-            i for i, text in enumerate(self._texts) if canonical(json.loads(text)) not in self.done
-        ]
+        left = [i for i, text in enumerate(self._texts) if text not in self.done]
         chosen = [i for i in left if i < len(self._first)][: self._count]
         rest = [i for i in left if i not in set(chosen)]
         room = min(self._count - len(chosen), len(rest))
         if room > 0:
-            scores = self.model.scores(self._features[rest])
+            if self._prior is not None:  # the model chooses from what the estimate puts first
+                rest = sorted(rest, key=lambda i: self._prior[i])[: _SHORT_LIST * room]
+            scores = self._scores(rest)
             order = [rest[i] for i in np.lexsort((self._rng.random(len(rest)), -scores))]
             explore = int(room * _EXPLORE) if len(self.model) else room
             chosen += order[: room - explore]
             tail = order[room - explore :]
             chosen += [tail[i] for i in self._rng.permutation(len(tail))[:explore]]
         return [annotate(self.bound, self._texts[i]) for i in chosen]
+
+    def _scores(self, points: list[int]) -> Any:
+        if len(self.model) or self._prior is None:
+            return self.model.scores(self._features[points])
+        return -self._prior[points]
 
     def propose(self, count: int) -> list[Proposal]:
         """Return the next batch from the search strategy."""
@@ -243,12 +252,18 @@ class TemplateSession(Session):
         self._cost_model.update(self._context, measured, outcomes)
 
 
+def _order(template: Any, problem: Any, points: Sequence[Any], target: Any) -> Any:
+    if template.estimate is None:
+        return None
+    return np.asarray(template.estimate(problem, points, target), dtype=np.float64)
+
+
 def _args_info(func: Any) -> Any:
     return ms.arg_info.ArgInfo.from_prim_func(func)
 
 
 def new_context(func: Any, target: Any, name: str, seed: int, space: Any, strategy: Any) -> Any:
-    """Return a TuneContext; ``space`` names MetaSchedule's generator, None for a template."""
+    """Return a TuneContext; ``space`` is MetaSchedule's generator, None for a template."""
     import_tensor_intrinsics()
     if space is None:
         space = ms.space_generator.ScheduleFn(
@@ -264,29 +279,3 @@ def new_context(func: Any, target: Any, name: str, seed: int, space: Any, strate
         rand_state=seed % (2**31 - 2) + 1,
         num_threads=1,
     )
-
-
-def import_tensor_intrinsics() -> None:
-    """Import what a TuneContext needs, fast.
-
-    TVMScript reads the source of every frame of the stack for every intrinsic, which takes 20 s
-    where torch is imported; frames without source serve it as well.
-    """
-    name = "tvm.s_tir.tensor_intrin"
-    if name in sys.modules:
-        return
-
-    def light_stack(context: int = 1) -> list[inspect.FrameInfo]:
-        frames, frame = [], inspect.currentframe()
-        while frame is not None and (frame := frame.f_back) is not None:
-            code = frame.f_code
-            frames.append(
-                inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None)
-            )
-        return frames
-
-    original, inspect.stack = inspect.stack, light_stack
-    try:
-        __import__(name)
-    finally:
-        inspect.stack = original

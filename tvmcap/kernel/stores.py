@@ -18,6 +18,9 @@ from tvmcap.kernel.records import FILE_NAME, Record, RecordStore, TaskKey, canon
 
 log = logging.getLogger("tvmcap")
 
+SHIPPED = Path(__file__).parent.parent / "tuning_logs"
+"""The records that ship with tvmcap, one folder a kind of target."""
+
 
 @dataclass(frozen=True)
 class Stores:
@@ -109,9 +112,18 @@ def folders(config: Config, kind: str) -> tuple[Sequence[Path], Path]:
     from platformdirs import user_data_path
 
     user = user_data_path("tvmcap") / "tuning_logs" / kind
-    shipped = Path(__file__).parent.parent / "tuning_logs" / kind
     mine = [Path(config.log_dir).expanduser()] if config.log_dir else []
-    return [*mine, user, shipped], (mine or [user])[0]
+    return [*mine, user, SHIPPED / kind], (mine or [user])[0]
+
+
+def stale_shipped() -> tuple[int, int]:
+    """Count the records that ship for templates, and those of other source than today's."""
+    from tvmcap.kernel.template import source_hash
+    from tvmcap.schedules import TEMPLATES
+
+    hashes = {template.name: source_hash(template) for template in TEMPLATES}
+    found = [r for path in SHIPPED.glob("*") for r in RecordStore(path).records if r.template]
+    return len(found), sum(r.template_hash != hashes.get(str(r.template)) for r in found)
 
 
 def open_stores(config: Config, target: Any) -> Stores:

@@ -81,10 +81,22 @@ class Task:
         return list({tuple(r.items()): r for r in rows}.values())
 
     def record_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return sizes as records hold them: ``{"rows": n}``, or ``{"s0": n}`` for a loop nest."""
-        if self.template is not None:
-            return {"rows": evaluate(self.problem.rows, self.vars, sizes)}
-        return {f"s{i}": int(sizes[v.name]) for i, v in enumerate(self.vars)}
+        """Return sizes as records hold them: ``{"s0": n}``, and ``{"rows": n}`` for a template.
+
+        Of a template's extents only those that are no part of the rows have an entry of their own.
+        """
+        if self.template is None:
+            return {f"s{i}": int(sizes[v.name]) for i, v in enumerate(self.vars)}
+        rows = self.problem.rows
+        inside: list[Any] = []
+        if not isinstance(rows, int):
+            tvm_ffi.structural_walk(rows, (tirx.Var, inside.append))
+        others = {
+            f"s{i}": int(sizes[v.name])
+            for i, v in enumerate(self.vars)
+            if not any(v.var.same_as(part) for part in inside)
+        }
+        return {"rows": evaluate(rows, self.vars, sizes), **others}
 
 
 def _representative(var: SizeVar, typical: Sequence[int]) -> list[int]:

@@ -47,9 +47,12 @@ class Template:
     features: ``(problem, knobs, target)`` to a float32 array of shape (number of knobs, number of
         features).
     feature_names: one name a column of ``features``.
-    variants: several kernels of one library may split the range of ``problem.rows``.
     ranges: the defaults of a symbolic ``problem.rows`` as (largest rows or None, knobs); None:
         ``default`` for all.
+    estimate: ``(problem, knobs, target)`` to rough microseconds of each setting, by which tuning
+        draws up its short list; None: there is no such order.
+    refuse: ``(func, target)`` to words that say why a kernel of the family is not served; None for
+        one that is, or that is none of the family.
     modules: names of the modules whose source, with that of ``lower``, decides what a setting
         means.
     """
@@ -62,8 +65,9 @@ class Template:
     lower: Callable[[Any, Any, Any, Any], Any]
     features: Callable[[Any, Sequence[Any], Any], np.ndarray[Any, np.dtype[np.float32]]]
     feature_names: tuple[str, ...]
-    variants: bool = False
     ranges: Callable[[Any, Any], list[tuple[int | None, Any]]] | None = None
+    estimate: Callable[[Any, Sequence[Any], Any], Sequence[float]] | None = None
+    refuse: Callable[[Any, Any], str | None] | None = None
     modules: tuple[str, ...] = ()
 
     def knobs_to_json(self, knobs: Any) -> str:

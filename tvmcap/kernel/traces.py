@@ -7,10 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import tvm
-
-from tvmcap.kernel import intrinsics
-from tvmcap.kernel.features import new_schedule
+from tvmcap.kernel import intrinsics, tasks, tensor_core_rule
+from tvmcap.kernel.features import copy_func, replay
 
 log = logging.getLogger("tvmcap")
 
@@ -40,25 +38,40 @@ def open_splits(trace: Sequence[Any]) -> list[Any]:
     return [kept, kept_decisions]
 
 
+def lends_tile(func: Any, trace: Sequence[Any]) -> bool:
+    """Whether a trace gives a PrimFunc of symbolic sizes its tile alone."""
+    return bool(tasks.size_vars(func)) and tensor_core_rule.tile_of(trace) is not None
+
+
+def _apply(func: Any, trace: Sequence[Any], target: Any) -> Any:
+    if lends_tile(func, trace):
+        tile = tensor_core_rule.tile_of(trace)
+        return tensor_core_rule.schedule(copy_func(func), target, tile)
+    opened = open_splits(trace) if tasks.size_vars(func) else trace
+    return replay(func, opened).mod["main"]
+
+
 def apply_trace(func: Any, trace: Any, target: Any) -> Any:
     """Schedule a PrimFunc, symbolic or static, by a trace (JSON data or text) of a static size.
 
     Returns the scheduled PrimFunc (a copy), or None where the trace does not apply: it is empty
     (the record of a rule), names blocks that are not there, or needs a step that TVM refuses for
     the symbolic sizes. What is returned computes the same for every size: each step is a
-    transformation that TVM proves.
+    transformation that TVM proves. Of a tensor-core trace a symbolic kernel takes the tile: its
+    steps pad and split for one size.
     """
     data = json.loads(trace) if isinstance(trace, str) else trace
     if not data:
         return None
-    sch = new_schedule(func)
     try:
         with target:
-            tvm.s_tir.schedule.Trace.apply_json_to_schedule(open_splits(data), sch)
+            done = _apply(func, data, target)
     except Exception as e:
         log.debug("a trace does not apply: %s", e)
         return None
-    scheduled = sch.mod["main"].with_attr("tirx.is_scheduled", True)
+    if done is None:
+        return None
+    scheduled = done.with_attr("tirx.is_scheduled", True)
     if target.kind.name == "llvm":
         scheduled = intrinsics.expand(scheduled)
     name = func.attrs.get("global_symbol")

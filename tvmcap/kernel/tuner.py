@@ -82,9 +82,9 @@ class Run:
             self.progress.start(self.limit)
         try:
             with interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
-                self.entries = self._open(found, sizes)
-                while (entry := self._next()) is not None:
-                    self._batch(measurer, entry)
+                self.entries = self._open(measurer, found, sizes)
+                while entries := self._next(measurer.workers):
+                    self._round(measurer, entries)
                 self._confirm(measurer)
             if self.trials == 0 and self.unmeasured is not None:
                 raise self.unmeasured
@@ -98,7 +98,7 @@ class Run:
                 self.progress.finish()
 
     def _open(
-        self, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
+        self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
     ) -> list[Entry]:
         models: dict[str, RankModel] = {}
         known = self.stores.usable(self.target)
@@ -112,12 +112,12 @@ class Run:
                 weight = task.count * max(flops, 4 * nbytes) / len(chosen)
                 entries.append(Entry(session, weight, 0, None if best is None else best.candidate))
         total = sum(e.weight for e in entries) or 1.0
+        # on a GPU's host, candidates for every worker between two updates of the model
+        workers = 0 if measurer.device == "cpu" else measurer.workers
         for e in entries:
             e.weight /= total
-            e.batch = max(
-                _SMALLEST_BATCH,
-                min(_LARGEST_BATCH[e.session.task.key.kind], self.limit // (3 * len(entries))),
-            )
+            largest = max(_LARGEST_BATCH[e.session.task.key.kind], workers)
+            e.batch = max(_SMALLEST_BATCH, min(largest, self.limit // (3 * len(entries))))
         return sorted(entries, key=lambda e: -e.weight)
 
     def _session(
@@ -141,37 +141,53 @@ class Run:
             models[name].fit()
         return TemplateSession(task, at, self.target, self.stores, seed, models[name])
 
-    def _next(self) -> Entry | None:
-        """Pick the session of the next batch: each once, then by priority."""
+    def _next(self, workers: int) -> list[Entry]:
+        """Pick the sessions of the next round: each once, then by priority.
+
+        A round has work for every worker that builds.
+        """
         if self.trials >= self.limit:
             self.stopped = "trials"
-            return None
+            return []
         each = (time.monotonic() - self.start) / max(self.trials, 1)
         if self.left_s() <= (each if self.trials else 0.0):
             self.stopped = "budget"
-            return None
+            return []
         open_entries = [e for e in self.entries if not e.exhausted]
-        fresh = [e for e in open_entries if e.batches == 0]
-        return fresh[0] if fresh else max(open_entries, key=lambda e: e.priority, default=None)
+        order = sorted(open_entries, key=lambda e: (e.batches > 0, -e.priority if e.batches else 0))
+        chosen: list[Entry] = []
+        while order and sum(e.batch for e in chosen) < workers:
+            chosen.append(order.pop(0))
+        return chosen
 
-    def _batch(self, measurer: Measurer, entry: Entry) -> None:
-        count = min(entry.batch, self.limit - self.trials)
+    def _round(self, measurer: Measurer, entries: list[Entry]) -> None:
+        """Build the next candidates of some sessions at once, then measure session by session."""
+        left = self.limit - self.trials
         if self.trials and self.left_s() < math.inf:
             each = (time.monotonic() - self.start) / self.trials
-            count = max(1, min(count, int(self.left_s() / each)))
+            left = max(1, min(left, int(self.left_s() / each)))
+        batches: list[tuple[Entry, list[Proposal]]] = []
+        for entry in entries:
+            proposals = entry.session.propose(min(entry.batch, left)) if left else []
+            entry.exhausted = left > 0 and not proposals
+            left -= len(proposals)
+            if proposals:
+                batches.append((entry, proposals))
+        workloads = [entry.session.workload for entry, _ in batches]
+        measurer.build([p.candidate for _, proposals in batches for p in proposals], workloads)
+        for entry, proposals in batches:
+            if self._has_reference(measurer, entry):
+                self._batch(measurer, entry, proposals)
+
+    def _batch(self, measurer: Measurer, entry: Entry, proposals: list[Proposal]) -> None:
         best = entry.session.best()
-        proposals = entry.session.propose(count)
-        entry.exhausted = not proposals
-        if not proposals or not self._has_reference(measurer, entry):
-            return
-        results = self._measure(
-            measurer, entry, proposals, None if best is None else best.median_us
-        )
+        before = None if best is None else best.median_us
+        results = self._measure(measurer, entry, proposals, before)
         entry.session.notify(proposals, results)
         entry.batches += 1
         if results and self.trials == len(results) and all(r.cause is not None for r in results):
             raise TuneError(_all_failed(entry.session.name, results))
-        self._note(entry, None if best is None else best.median_us)
+        self._note(entry, before)
 
     def _has_reference(self, measurer: Measurer, entry: Entry) -> bool:
         """Whether there is something to check against; a kernel without is left out of the run."""

@@ -10,6 +10,7 @@ from tvm import relax
 
 from tvmcap.base import codegen
 from tvmcap.base.errors import BuildError
+from tvmcap.kernel import tir_pipeline
 from tvmcap.library import cross
 
 POINTER_ALIGN = 16
@@ -52,7 +53,8 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
                 mod = step(mod)
             if outside:  # last: the passes above drop the module's attributes
                 mod = mod.with_attr("external_mods", [apart.mod])
-            return relax.build(mod, target, relax_pipeline=None)
+            pipeline = tir_pipeline.register()
+            return relax.build(mod, target, relax_pipeline=None, tir_pipeline=pipeline)
     except Exception as e:
         raise BuildError(f"code generation for {target.kind.name} failed: {_first_line(e)}") from e
 

@@ -201,15 +201,16 @@ def _launch(mod: tvm.IRModule, gvar: Any, args: list[Any], results: list[Any]) -
     """The call of one kernel: direct, or chosen among variants by the rows of its first result.
 
     The attribute ``tvmcap.variants`` of a kernel lists [bound, name] by rising bound; the kernel
-    itself serves the rest. Rows are the dimensions of the first result but the last and the first
-    ``tvmcap.lead`` (a batch).
+    itself serves the rest. Rows are the dimensions of the first result but the first
+    ``tvmcap.lead`` (a batch) and the last ``tvmcap.trailing`` (1 where not given).
     """
     func = mod[gvar]
     variants = list((func.attrs or {}).get("tvmcap.variants", []))
     call = _call(mod, gvar, args)
     rows = tirx.const(1, "int64")
     lead = int((func.attrs or {}).get("tvmcap.lead", 0))
-    for extent in results[0].ty.shape.values[lead:-1]:
+    shape = results[0].ty.shape.values
+    for extent in shape[lead : len(shape) - int((func.attrs or {}).get("tvmcap.trailing", 1))]:
         rows = rows * extent
     rows = Analyzer().simplify(rows)
     for bound, name in reversed(variants):

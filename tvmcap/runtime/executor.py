@@ -20,6 +20,7 @@ from tvmcap.runtime.machine import check_machine
 from tvmcap.runtime.numpy_tensors import NumpyTensors
 from tvmcap.runtime.torch_tensors import TorchTensors
 from tvmcap.runtime.trace import Trace, trace_call
+from tvmcap.runtime.vendor import provide
 
 _PLANS_KEPT = 1024
 
@@ -48,6 +49,7 @@ class Executor:
         self.manifest = read_manifest(self.path)
         self.signature = self.manifest.signature
         check_machine(self.manifest, device)
+        provide(self.manifest.needs, self.path)
         self._library = Library(self.path, self.manifest, device)
         self._weights = self._library.weights
         cuda = self.manifest.target["kind"] == "cuda"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import logging
 import math
@@ -13,6 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+from tvmcap.base import codegen
 from tvmcap.base.errors import IncompatibleLibraryError
 from tvmcap.base.manifest import Manifest
 
@@ -65,7 +65,13 @@ def check_machine(manifest: Manifest, device: int = 0) -> None:
     check_version(manifest.versions.get("tvm"))
     target = manifest.target
     if target["kind"] == "cuda":
-        check_arch(str(target.get("arch")), compute_capability(device))
+        try:
+            capability = codegen.gpu_capability(device)
+        except LookupError as e:
+            raise IncompatibleLibraryError(
+                f"the library is for a CUDA GPU; {e}: build with target='llvm' to run on the CPU"
+            ) from e
+        check_arch(str(target.get("arch")), capability)
     elif target["kind"] == "llvm":
         check_features(target.get("features") or (), cpu_flags())
     else:
@@ -126,30 +132,6 @@ def check_features(needed: Iterable[str], flags: frozenset[str]) -> None:
             "for the oldest CPU it shall run on, such as target={'kind': 'llvm', 'mcpu': "
             "'x86-64-v3'}"
         )
-
-
-def compute_capability(device: int) -> tuple[int, int]:
-    """Major and minor compute capability of a GPU, from the driver alone."""
-    advice = "build with target='llvm' to run on the CPU"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as e:
-        raise IncompatibleLibraryError(
-            f"the library is for a CUDA GPU; this machine has no NVIDIA driver: {advice}"
-        ) from e
-    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    handle = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        raise IncompatibleLibraryError(
-            f"the library is for a CUDA GPU; the driver finds none here: {advice}"
-        )
-    if driver.cuDeviceGet(ctypes.byref(handle), device):
-        raise IncompatibleLibraryError(
-            f"expected a GPU with index below {count.value}, got {device}"
-        )
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, handle)
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, handle)
-    return major.value, minor.value
 
 
 def check_arch(arch: str, capability: tuple[int, int]) -> None:

@@ -1,6 +1,7 @@
 """``verify``: run a library and the PyTorch code on seeded inputs, and hold the error to a budget.
 
-The budget is that of ``base.numerics``: twice eager's own largest error plus one ulp. Largest
+The budget is that of ``base.numerics``: twice eager's own largest error plus one ulp. Where the
+library may use tf32, eager's products are in tf32 too. Largest
 errors of few elements are partly luck, so a set that fails is drawn three more times, and the
 largest errors of ours and of eager are compared over all draws.
 """
@@ -82,7 +83,10 @@ def verify(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared: ``ours`` and ``eager`` with one calling convention, and where each runs."""
+    """What is compared: ``ours`` and ``eager`` with one calling convention, and where each runs.
+
+    With ``tf32`` the error that eager makes with products in tf32 decides the budget.
+    """
 
     signature: Signature
     ours: Callable[..., Any]
@@ -92,6 +96,7 @@ class Subject:
     example: Sequence[torch.Tensor] | None
     keywords: tuple[str, ...] = ()
     fixed: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    tf32: bool = False
 
     @staticmethod
     def of(compiled: Any, reference: Callable[..., Any] | None) -> Subject:
@@ -112,7 +117,9 @@ class Subject:
         eager = reference if reference is not None else captured.eager
         home = _home(eager, example, device)
         keywords = () if captured is None else tuple(captured.kwargs)
-        return Subject(compiled.signature, compiled, eager, device, home, example, keywords)
+        tf32 = device.type == "cuda" and bool(compiled.manifest.config.get("allow_tf32"))
+        sides = (compiled, eager, device, home)
+        return Subject(compiled.signature, *sides, example, keywords, tf32=tf32)
 
     def call(self, fn: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
         """Call ``fn`` with the flat inputs ``leaves``, its ``keywords`` by keyword."""
@@ -202,7 +209,7 @@ def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
     versions = [t._version for t in home]
     try:
         what = "PyTorch refuses these inputs"
-        result = run_eager(subject.call, (subject.eager, home), {})
+        result = run_eager(subject.call, (subject.eager, home), {}, subject.tf32)
         eager = [to_numpy(t) for t in flatten(subject.signature.out_tree, result)]
         what = "PyTorch cannot compute a higher-precision reference"
         wide = subject.run_reference(home, eager, chosen.sizes)

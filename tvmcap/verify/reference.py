@@ -110,9 +110,52 @@ def _plain_kernels() -> Iterator[None]:
         mha.set_fastpath_enabled(before)
 
 
-def run_eager(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``fn`` as PyTorch does, without gradients."""
-    with torch.no_grad():
+class Tf32Products(TorchDispatchMode):  # type: ignore[misc]
+    """Cuts the float32 operands of matrix products to tf32: the upper 10 bits of the mantissa.
+
+    Products of such numbers are exact in float32, and are added in it, so that on any device the
+    result has the error of tensor cores, which ignore the lower 13 bits (PTX ISA 9.0, "Matrix
+    multiply-accumulate": tf32). It is at most 2^-9 of each product: 2^-10 an operand.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Cut the two factors where ``func`` is a product, then run it."""
+        first = _FACTORS.get(str(func.overloadpacket))
+        if first is not None:
+            cut = [_to_tf32(a) for a in args[first : first + 2]]
+            args = (*args[:first], *cut, *args[first + 2 :])
+        return func(*args, **(kwargs or {}))
+
+
+#: Operators that are products: where the first of their two factors stands.
+_FACTORS = {
+    **{f"aten.{name}": 0 for name in ("mm", "bmm", "mv", "dot", "vdot")},
+    **{f"aten.{name}": 1 for name in ("addmm", "baddbmm", "addbmm", "addmv")},
+}
+_TF32_MASK = -(1 << 13)
+
+
+def _to_tf32(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.float32:
+        return tensor
+    cut = (tensor.view(torch.int32) & _TF32_MASK).view(torch.float32)
+    return torch.where(torch.isfinite(tensor), cut, tensor)
+
+
+def run_eager(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tf32: bool = False,
+) -> Any:
+    """Run ``fn`` as PyTorch does, without gradients; with ``tf32`` its products are in tf32."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if tf32:
+            stack.enter_context(_plain_kernels())
+            stack.enter_context(Tf32Products())
         return fn(*args, **kwargs)
 
 

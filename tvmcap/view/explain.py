@@ -66,7 +66,8 @@ def tuning_notice(coverage: Sequence[Mapping[str, Any]]) -> str:
     tuned = sum(1 for task in tunable if task.get("tuned"))
     if not tunable:
         return ""
-    advice = (
-        "" if tuned == len(tunable) else "; tvmcap tune, or build(..., tune=64), tunes the rest"
-    )
-    return f"{tuned} of {len(tunable)} tasks tuned{advice}"
+    left = sum(1 for task in tunable if str(task.get("served_by")).startswith("vendor:"))
+    rest = tuned + left < len(tunable)
+    advice = "; tvmcap tune, or build(..., tune=64), tunes the rest" if rest else ""
+    vendor = f"; {left} left to torch" if left else ""
+    return f"{tuned} of {len(tunable)} tasks tuned{vendor}{advice}"

@@ -1,47 +1,60 @@
-"""Which PrimFuncs are a product for the CPU GEMM, and one that reads a packed weight."""
+"""Which PrimFuncs are a matrix product, and one that reads a packed weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tvm
 import tvm_ffi
 from tvm import te, tirx
 from tvm.sym import Analyzer
 
 from tvmcap.kernel import epilogue as ep
 from tvmcap.schedules.cpu_build import product
-from tvmcap.schedules.cpu_target import pack_width
+from tvmcap.schedules.gemm_axes import Axes, factors_of
 
-_FLOATS = ("float32", "float16", "bfloat16")
+ALLOW_TF32 = "tvmcap.allow_tf32"
+"""Attribute of a PrimFunc whose float32 products may be computed in tf32."""
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """``C[batch, row, n] = epilogue(sum_k A[batch, row, k] * B)``.
+    """``C[batch, row, n] = epilogue(sum_k A[batch, row, k] * B[batch, k, n])``.
+
+    Every extent is an int, or an expression of symbolic dimensions. Extents of 1 may stand among
+    the batch and the rows.
 
     Attributes
     ----------
-    a, b: parameters that hold the operands.
+    a, b: parameters that hold the operands, contiguous.
+    a_layout: of A: "mk" ``[batch, rows, K]`` or "km" ``[batch, K, rows]``.
     layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "kn" ``[batch, K, N]`` or "nk" ``[batch, N,
         K]``.
-    batch: extents of the leading dimensions that A and B share.
-    row_dims: extents of A's further dimensions but the last; flattened they are the rows.
+    batch: extents of the leading dimensions of C that number separate products; without any, A and
+        B have none either.
+    a_batched, b_batched: whether the operand has those dimensions, all of them; else it is one
+        matrix that every product of the batch shares.
+    row_dims: extents of C's further dimensions but the last; flattened they are the rows. Of a "km"
+        operand at most one of them is not 1.
     n, k: extents of the columns and of the reduction.
+    tf32: the operands are float32 and may be multiplied with the 10 mantissa bits of tf32.
     fused: the PrimFunc taken apart.
     digest: hash of the whole computation.
     """
 
     a: Any
     b: Any
+    a_layout: str
     layout: str
     batch: tuple[Any, ...]
+    a_batched: bool
+    b_batched: bool
     row_dims: tuple[Any, ...]
     n: Any
     k: Any
+    tf32: bool
     fused: ep.Fused
     digest: str
 
@@ -50,11 +63,23 @@ class Gemm:
         """Rows of one product: an int, or an expression of symbolic dimensions."""
         return _plain(product(self.row_dims))
 
+    @property
+    def a_pitch(self) -> Any:
+        """Elements from one row of A's matrix in memory to the next."""
+        return self.k if self.a_layout == "mk" else self.rows
+
+    @property
+    def b_pitch(self) -> Any:
+        """Elements from one row of B's matrix in memory to the next; B must not be packed."""
+        return self.n if self.layout == "kn" else self.k
+
     def key(self) -> dict[str, Any]:
         """Return plain JSON that identifies the workload but for symbolic sizes."""
         return {
             "op": "gemm",
-            "layout": self.layout,
+            "layout": [self.a_layout, self.layout],
+            "batched": [self.a_batched, self.b_batched],
+            "tf32": self.tf32,
             "dtypes": [
                 str(self.a.dtype),
                 str(self.b.dtype),
@@ -77,40 +102,54 @@ class Gemm:
         return float(sum(evaluate(product(t.shape), sizes) * _itemsize(t.dtype) for t in tensors))
 
 
-def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
-    """Return the matrix product that ``func`` is on llvm, or None."""
-    if target.kind.name != "llvm":
-        return None
-    return read(func, lambda dtype: pack_width(dtype, target))
-
-
 def read(func: tirx.PrimFunc, width: Callable[[str], int] | None = None) -> Gemm | None:
     """Return the matrix product that ``func`` is, or None; operands must be parameters.
 
     ``width`` gives the columns of a packed panel by dtype, where the target packs weights at all.
     """
     fused = ep.read(func)
-    factors = fused and _factors(fused.block)
+    factors = fused and factors_of(fused.block)
     if not fused or not factors:
         return None
     spatial = [v for v in fused.block.iter_vars if v.iter_type == tirx.IterVar.DataPar]
     (reduction,) = (v for v in fused.block.iter_vars if v.iter_type == tirx.IterVar.CommReduce)
-    names = [v.var for v in spatial]
+    if not spatial:
+        return None
+    extents = tuple(_plain(v.dom.extent) for v in spatial)
+    axes = Axes([v.var for v in spatial], reduction.var, extents)
     for a, b in (factors, factors[::-1]):
         panel = None if width is None else width(str(b.source.dtype))
-        layout = _layout(a, b, names, reduction.var, panel)
-        if layout is None or not all(any(x.source.same_as(p) for p in func.params) for x in (a, b)):
+        left, right = axes.left(a), axes.right(b, panel)
+        if (
+            not left
+            or not right
+            or not all(any(x.source.same_as(p) for p in func.params) for x in (a, b))
+        ):
             continue
-        kind, depth = layout
-        extents = [_plain(v.dom.extent) for v in spatial]
-        batch, rows = tuple(extents[:depth]), tuple(extents[depth:-1])
-        k = _plain(reduction.dom.extent)
-        return Gemm(a.source, b.source, kind, batch, rows, extents[-1], k, fused, ep.digest(func))
+        split = axes.split(left, right)
+        if split is None:
+            continue
+        depth, batched = split
+        floats = {str(a.source.dtype), str(b.source.dtype), str(fused.epilogue.anchor.dtype)}
+        return Gemm(
+            a.source,
+            b.source,
+            left[0],
+            right[0],
+            extents[:depth],
+            *batched,
+            extents[depth:-1],
+            extents[-1],
+            _plain(reduction.dom.extent),
+            bool((func.attrs or {}).get(ALLOW_TF32, False)) and floats == {"float32"},
+            fused,
+            ep.digest(func),
+        )
     return None
 
 
 def packed_matmul(
-    x: te.Tensor, packed: te.Tensor, n: int, out_dtype: str | None = None
+    x: te.Tensor, packed: te.Tensor, n: int, out_dtype: str | None = None, left: str = "mk"
 ) -> te.Tensor:
     """Return the TE of ``x @ w`` for a weight packed by ``pack``; emit with ``op_pattern=4``.
 
@@ -121,6 +160,7 @@ def packed_matmul(
     n: columns of the weight before packing.
     out_dtype: dtype of the result; x's where None. The sum is kept in it here, in float32 in the
         kernel.
+    left: "mk", or "km" for an x of shape (..., K, M).
     """
     out = out_dtype or str(x.dtype)
     width = packed.shape[2]
@@ -128,12 +168,14 @@ def packed_matmul(
 
     def at(*index: Any) -> Any:
         *lead, col = index
-        left, right = x(*lead, k), packed(tirx.floordiv(col, width), k, tirx.floormod(col, width))
+        a = x(*lead, k) if left == "mk" else x(*lead[:-1], k, lead[-1])
+        b = packed(tirx.floordiv(col, width), k, tirx.floormod(col, width))
         if out != str(x.dtype):
-            left, right = left.astype(out), right.astype(out)
-        return te.sum(left * right, axis=k)
+            a, b = a.astype(out), b.astype(out)
+        return te.sum(a * b, axis=k)
 
-    return te.compute((*x.shape[:-1], n), at, name="packed_matmul")
+    lead = x.shape[:-1] if left == "mk" else (*x.shape[:-2], x.shape[-1])
+    return te.compute((*lead, n), at, name="packed_matmul")
 
 
 def pack(weight: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
@@ -154,63 +196,11 @@ def evaluate(extent: Any, sizes: Mapping[str, int]) -> int:
     return result
 
 
-def _factors(block: Any) -> tuple[Any, Any] | None:
-    """Return the two loads of ``C = C + X * Y``, casts taken off, or None for another reduction."""
-    store, init = block.body, block.init
-    if not isinstance(store, tirx.BufferStore) or not isinstance(init, tirx.BufferStore):
-        return None
-    if sum(v.iter_type == tirx.IterVar.CommReduce for v in block.iter_vars) != 1 or not _is_zero(
-        init.value
-    ):
-        return None
-    value = store.value
-    if not isinstance(value, tirx.Add):
-        return None
-    for old, term in ((value.a, value.b), (value.b, value.a)):
-        if (
-            isinstance(old, tvm.ir.TensorLoad)
-            and old.source.same_as(store.buffer)
-            and isinstance(term, tirx.Mul)
-        ):
-            x, y = _uncast(term.a), _uncast(term.b)
-            if all(
-                isinstance(f, tvm.ir.TensorLoad) and str(f.source.dtype) in _FLOATS for f in (x, y)
-            ):
-                return x, y
-    return None
-
-
-def _layout(
-    a: Any, b: Any, spatial: Sequence[Any], k: Any, width: int | None
-) -> tuple[str, int] | None:
-    """Return B's layout and number of batch dimensions; None where this is no product."""
-    *lead, n = spatial
-    if not _equal(a.indices, [*lead, k]):
-        return None
-    if width is not None:
-        panel = tirx.IntImm("int64", width)
-        packed = [tirx.floordiv(n, panel), k, tirx.floormod(n, panel)]
-        if _equal(b.indices, packed) and int(b.source.shape[2]) == width:
-            return "packed", 0
-    for depth in range(len(lead) + 1):
-        if _equal(b.indices, [*lead[:depth], k, n]):
-            return "kn", depth
-        if _equal(b.indices, [*lead[:depth], n, k]):
-            return "nk", depth
-    return None
-
-
-def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(ep.same(x, y) for x, y in zip(left, right, strict=True))
-
-
-def _uncast(expr: Any) -> Any:
-    return expr.value if isinstance(expr, tirx.Cast) else expr
-
-
-def _is_zero(expr: Any) -> bool:
-    expr = _uncast(expr)
-    return isinstance(expr, tirx.FloatImm) and expr.value == 0.0
+def is_multiple(extent: Any, of: int) -> bool:
+    """Whether an extent is a multiple of ``of`` at every size of the symbolic dimensions."""
+    if isinstance(extent, int):
+        return extent % of == 0
+    return bool(Analyzer().can_prove(tirx.floormod(extent, tirx.IntImm("int64", of)) == 0))
 
 
 def _plain(extent: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Tune the problems of the GEMM suite, and pick what ships of the records.
+
+    python benchmarks/tune_suite.py capture FOLDER            fused kernels as files; needs no GPU
+    python benchmarks/tune_suite.py tune FOLDER --logs DIR [--trials N] [--budget SECONDS]
+    python benchmarks/tune_suite.py compact --logs DIR [--to tuning_logs/cuda] [--best 3]
+        [--others 6]
+
+``tune`` tunes the block at the rows that the suite has for each (K, N) (and ``--rows`` beside
+them), and the row template's cases; records go to DIR, and a run goes on where the last one
+stopped. ``compact`` keeps, for each task and size, the fastest candidates and some others that a
+cost model can learn from; records of other template source are dropped. Shipped records of the
+same task and size give way to new ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import gemm_common as gemm
+import numpy as np
+
+ROW_CASE_ROWS = 8192
+MOST_BYTES = 2_000_000
+
+
+def problems(shapes: Sequence[gemm.Shape]) -> dict[tuple[int, int], list[int]]:
+    """Return the rows of each (K, N)."""
+    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for shape in shapes:
+        found[shape.k, shape.n].add(shape.m)
+    return {problem: sorted(rows) for problem, rows in found.items()}
+
+
+def capture_one(name: str, path: Path) -> None:
+    """Write the fused module of one function, as ``tvmcap.tune`` makes it, in TVM's JSON."""
+    import torch
+    import tvm
+    from gemm_suite import MAX_ROWS, example
+
+    import tvmcap
+    from tvmcap import pipeline
+    from tvmcap.base.config import make_config
+    from tvmcap.capture.export import capture
+
+    fn, shapes = example(name)
+    args = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes.values())
+    dynamic = {n: {0: tvmcap.Dim("B", max=MAX_ROWS)} for n in shapes if n in ("x", "r")}
+    config = make_config(None, target="cuda:sm_90a", dynamic=dynamic)
+    mod = capture(fn, args, None, config).mod
+    passes = pipeline.front(gemm.target(), config.allow_tf32)
+    fused = pipeline.run(mod, passes, gemm.target(), config, pipeline.Trace())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tvm.ir.save_json(fused))
+
+
+def capture_all(folder: Path, names: Iterable[str], workers: int) -> None:
+    """Capture in processes of their own, several at a time."""
+
+    def one(name: str) -> None:
+        command = [sys.executable, __file__, "capture", str(folder), "--only", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        print(name, "captured" if done.returncode == 0 else done.stderr[-1500:], flush=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, names))
+
+
+def tune(folder: Path, options: argparse.Namespace) -> None:
+    """Tune every captured module within one budget."""
+    import tvm
+
+    from tvmcap.base.codegen import make_target
+    from tvmcap.base.config import Config
+    from tvmcap.kernel import spaces, tasks
+    from tvmcap.kernel.stores import open_stores
+    from tvmcap.kernel.tuner import Run
+    from tvmcap.view.progress import LogProgress
+
+    target = make_target("cuda")
+    rows = problems(gemm.parse_shapes(options.shapes))
+    extra = [int(m) for m in options.rows.split(",")] if options.rows else []
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        k, _, n = path.stem.partition("x")
+        is_gemm = k.isdecimal() and n.isdecimal()
+        if is_gemm and (int(k), int(n)) not in rows:
+            continue
+        sizes = sorted({*rows[int(k), int(n)], *extra}) if is_gemm else [ROW_CASE_ROWS]
+        for task in tasks.extract(tvm.ir.load_json(path.read_text()), target, spaces.find):
+            found.append(replace(task, name=f"{path.stem}:{task.name}", typical=tuple(sizes)))
+    config = Config(
+        target="cuda", log_dir=str(options.logs), tune=options.trials, budget_s=options.budget,
+        seed=options.seed,
+    )  # fmt: skip
+    run = Run(config, target, open_stores(config, target), LogProgress())
+    run.search(found, None)
+    result = run.result()
+    print(result, flush=True)
+    print(f"{result.seconds / max(result.trials, 1):.3f} s a trial", flush=True)
+
+
+def compact(logs: Path, to: Path, best: int, others: int, seed: int = 0) -> list[Any]:
+    """Write the records that ship to the folder ``to``, and return them."""
+    from tvmcap.kernel.records import RecordStore, canonical
+
+    hashes = current_hashes()
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for record in [*RecordStore(to).records, *RecordStore(logs).records]:
+        if record.template is not None and hashes.get(record.template) != record.template_hash:
+            continue
+        if record.error is None and record.median_us is not None:
+            where = [record.key.workload_hash, record.template, record.sizes, record.target]
+            groups[canonical(where)][record.candidate] = record  # of two timings the later counts
+    rng = np.random.default_rng(seed)
+    kept: list[Any] = []
+    for _, found in sorted(groups.items()):
+        ranked = sorted(found.values(), key=lambda r: r.median_us)
+        rest = ranked[best:]
+        chosen = rng.permutation(len(rest))[:others]
+        kept += ranked[:best] + [rest[i] for i in sorted(chosen)]
+    text = "".join(record.to_line() + "\n" for record in kept)
+    if len(text) > MOST_BYTES:
+        raise SystemExit(f"{len(text)} bytes are more than {MOST_BYTES}: keep fewer of each")
+    to.mkdir(parents=True, exist_ok=True)
+    (to / "records.jsonl").write_text(text)
+    return kept
+
+
+def current_hashes() -> dict[str, str]:
+    """Return the source hash of each template as the code is now."""
+    from tvmcap.kernel.template import source_hash
+    from tvmcap.schedules import TEMPLATES
+
+    return {template.name: source_hash(template) for template in TEMPLATES}
+
+
+def main() -> None:
+    """Capture, tune or compact."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("verb", choices=("capture", "tune", "compact"))
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("captured"))
+    parser.add_argument("--only", help="capture one KxN or case in this process")
+    parser.add_argument("--logs", type=Path, default=Path("logs"))
+    parser.add_argument("--shapes", help="MxKxN,...; default: the suite")
+    parser.add_argument("--rows", help="further rows to tune each problem at, as 64,256")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--trials", type=int, default=2000)
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--to", type=Path, default=gemm.shipped())
+    parser.add_argument("--best", type=int, default=3)
+    parser.add_argument("--others", type=int, default=6)
+    options = parser.parse_args()
+    if options.verb == "capture" and options.only:
+        capture_one(options.only, options.folder / f"{options.only}.json")
+    elif options.verb == "capture":
+        import gemm_rows
+
+        shapes = gemm.parse_shapes(options.shapes)
+        names = [f"{k}x{n}" for k, n in problems(shapes)]
+        cases = list(gemm_rows.ROW_CASES) if options.shapes is None else []
+        capture_all(options.folder, names + cases, options.workers)
+    elif options.verb == "tune":
+        import logging
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        tune(options.folder, options)
+    else:
+        kept = compact(options.logs, options.to, options.best, options.others)
+        print(f"{options.to}: {len(kept)} records")
+
+
+if __name__ == "__main__":
+    main()

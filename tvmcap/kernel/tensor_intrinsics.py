@@ -1,0 +1,83 @@
+"""Tensor-core intrinsics: TVM's own, imported fast, and wmma for bfloat16, which TVM lacks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from tvmcap.base.codegen import compute_capability
+
+SHARED = "shared.dyn"
+"""Where fragments are loaded from and stored to: one dynamic allocation a thread block."""
+_FIRST = 80
+"""The compute capability (times ten) from which tensor cores take bfloat16."""
+_TVM = "tvm.s_tir.tensor_intrin"
+_DTYPES = {"bfloat16": "float32", "float16": "float32", "int8": "int32"}
+"""Dtype of the operands to that of the sums."""
+
+
+def available(target: Any) -> bool:
+    """Whether tensor cores of a target take bfloat16."""
+    return target.kind.name == "cuda" and compute_capability(target) >= _FIRST
+
+
+def import_tensor_intrinsics() -> None:
+    """Import what a TuneContext needs, fast.
+
+    TVMScript reads the source of every frame of the stack for every intrinsic, which takes 20 s
+    where torch is imported; frames without source serve it as well.
+    """
+    if _TVM in sys.modules:
+        return
+
+    def light_stack(context: int = 1) -> list[inspect.FrameInfo]:
+        frames, frame = [], inspect.currentframe()
+        while frame is not None and (frame := frame.f_back) is not None:
+            code = frame.f_code
+            frames.append(
+                inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None)
+            )
+        return frames
+
+    original, inspect.stack = inspect.stack, light_stack
+    try:
+        __import__(_TVM)
+        _register_bfloat16()
+    finally:
+        inspect.stack = original
+
+
+def _register_bfloat16() -> None:
+    """Register loads and the multiply-add of m16n16k16; filling and storing are of float32."""
+    from tvm.s_tir import TensorIntrin
+    from tvm.s_tir.tensor_intrin import cuda
+
+    for trans_b in (False, True):
+        group = intrinsic_group("bfloat16", trans_b)
+        load = functools.partial(cuda.get_wmma_load_intrin, 16, 16, 16, "bfloat16", SHARED)
+        sync = cuda.get_wmma_sync_intrin(16, 16, 16, "bfloat16", "float32", trans_b)
+        TensorIntrin.register(group["load_b"], *load(True, trans_b))
+        TensorIntrin.register(group["compute"], *sync)
+    TensorIntrin.register(group["load_a"], *load(False, False))
+
+
+def intrinsic_group(dtype: str, trans_b: bool) -> dict[str, str]:
+    """Name the wmma intrinsics of a product of bfloat16, float16 or int8 with wide sums.
+
+    ``trans_b`` says that shared memory holds B as [N, K].
+    """
+    from tvm.s_tir.tensor_intrin.cuda import get_wmma_intrin_group
+
+    if dtype != "bfloat16":
+        sums = _DTYPES[dtype]
+        names: dict[str, str] = get_wmma_intrin_group(SHARED, SHARED, dtype, sums, trans_b)
+        return names
+    trans = "_trans" if trans_b else ""
+    return {
+        **get_wmma_intrin_group(SHARED, SHARED, "float16", "float32", trans_b),
+        "load_a": "tvmcap_wmma_load_16x16x16_bf16_a",
+        "load_b": f"tvmcap_wmma_load_16x16x16_bf16_b{trans}",
+        "compute": f"tvmcap_wmma_sync_16x16x16_bf16bf16f32{trans}",
+    }

@@ -1,0 +1,52 @@
+"""The pipeline that lowers scheduled kernels: TVM's own, with what tensor cores need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm.tirx import PrimFunc
+
+NAME = "tvmcap"
+"""What ``tir_pipeline=`` of TVM's compilers takes, after ``register``."""
+_ONE_ALLOCATION = "tirx.merge_static_smem"
+
+
+def register() -> str:
+    """Make the pipeline known to TVM; returns its name."""
+    from tvm.tirx.compilation_pipeline import register_tir_pipeline
+
+    register_tir_pipeline(NAME, _parts)
+    return NAME
+
+
+def _parts() -> tuple[Any, Any, Any]:
+    """Return the passes of a module, and of host and device functions once they are apart."""
+    from tvm.s_tir.pipeline import default_s_tir_pipeline
+
+    stock, finish_host, finish_device = default_s_tir_pipeline()
+
+    @tvm.transform.module_pass(opt_level=0)
+    def lower(mod: tvm.IRModule, context: Any) -> tvm.IRModule:
+        """Lower kernels on tensor cores with one shared allocation, which fails for others."""
+        cores = {g: f for g, f in mod.functions.items() if uses_fragments(f)}
+        others = {g: f for g, f in mod.functions.items() if g not in cores}
+        done = dict(stock(tvm.IRModule(others, attrs=mod.attrs)).functions.items())
+        if cores:
+            config = {**dict(context.config), _ONE_ALLOCATION: True}
+            with tvm.transform.PassContext(opt_level=context.opt_level, config=config):
+                done.update(stock(tvm.IRModule(cores)).functions.items())
+        return tvm.IRModule(done, attrs=mod.attrs)
+
+    return lower, finish_host, finish_device
+
+
+def uses_fragments(func: Any) -> bool:
+    """Whether a PrimFunc holds wmma fragments."""
+    found: list[Any] = []
+    if isinstance(func, PrimFunc):
+        tvm_ffi.structural_walk(
+            func.body, (tvm.s_tir.SBlock, lambda block: found.extend(block.alloc_buffers))
+        )
+    return any(str(buffer.scope()).startswith("wmma.") for buffer in found)
