@@ -11,23 +11,25 @@ from typing import Any
 from tvmcap.schedules.hopper_plan import CLUSTERS, OPERANDS, SHARED_BYTES, SM_COUNT
 from tvmcap.schedules.skinny_plan import skinny_bytes
 
-_CYCLES_A_US = 1775.0
+_CYCLES_A_US = 1665.0
 _FLOPS_A_CYCLE = 4096.0  # of a multiprocessor, dense, 16 bits
-_L2_BYTES_A_CYCLE = 54.0  # that each multiprocessor gets when all read
-_ALONE_BYTES_A_CYCLE = 76.0  # that one gets at most
-_UNALIGNED = 0.65  # of that, where rows start between lines of 128 bytes
-_HBM_BYTES_A_US = 3.35e6
-_LOAD_CYCLES = 700.0  # from TMA's issue to the arrival of the data
-_FAR = 1.18  # what a step takes longer where the CTAs of a cluster wait for each other,
-_FAR_APART = 1.28  # and where their warp groups take turns
-_BARRIER_CYCLES = 150.0  # of a step, to see its data and to free it
-_NARROW = 10.0  # columns of an instruction that double its cycles
-_TAIL = 1.7  # of an epilogue that nothing hides
-_ELEMENT_CYCLES = 17.0  # of a scheduler, for 32 elements of the epilogue
-_SUM_CYCLES = 4400.0  # until the partial sums of a cluster have met
-_LAUNCH_US = 2.8
+_L2_BYTES_A_CYCLE = 50.0  # that each multiprocessor gets when all read
+_ALONE_BYTES_A_CYCLE = 90.0  # that one gets at most
+_UNALIGNED = 0.66  # of that, where rows start between lines of 128 bytes
+_HBM_BYTES_A_US = 3.5e6
+_LOAD_CYCLES = 2150.0  # from TMA's issue to the arrival of the data
+_FAR = 1.05  # what a step takes longer where the CTAs of a cluster wait for each other,
+_FAR_APART = 1.26  # and where their warp groups take turns
+_BARRIER_CYCLES = 120.0  # of a step, to see its data and to free it
+_NARROW = 12.7  # columns of an instruction that double its cycles
+_TAIL = 2.0  # of an epilogue that nothing hides
+_ELEMENT_CYCLES = 13.2  # of a scheduler, for 32 elements of the epilogue
+_SUM_CYCLES = 2170.0  # until the partial sums of a cluster have met, and the bytes sent a cycle
+_SUM_BYTES_A_CYCLE = 14.0
+_LAUNCH_US = 1.4
 _SKINNY_US = 2.2
-_SKINNY_HBM = 0.86  # of the time that the other kernels need to read as much
+_SKINNY_HBM = 0.9  # of the time that the other kernels need to read as much
+_UNUSUAL = 0.02
 _FLIGHT_BYTES = 40e3  # that a multiprocessor must have asked for to get its share of HBM
 
 
@@ -39,7 +41,10 @@ def estimate_us(gemm: Any, knobs: Any, sizes: tuple[int, int, int, int]) -> floa
     if knobs.swapped:
         shared = skinny_bytes(gemm, knobs)
         return float(_SKINNY_US + _skinny_us(knobs, sizes, shared, floor))
-    return float(_LAUNCH_US + max(floor, _busiest(knobs, sizes, item) / _CYCLES_A_US))
+    us = _LAUNCH_US + max(floor, _busiest(knobs, sizes, item) / _CYCLES_A_US)
+    # what is not counted: usual values first, so that a short list holds different tiles
+    unusual = (knobs.group != 8) + (knobs.late != (knobs.groups == "tiles")) + (not knobs.dependent)
+    return float(us * (1.0 + _UNUSUAL * unusual))
 
 
 def _skinny_us(knobs: Any, sizes: tuple[int, int, int, int], shared: int, floor: float) -> Any:
@@ -72,12 +77,18 @@ def _busiest(knobs: Any, sizes: tuple[int, int, int, int], item: int) -> Any:
     alone = knobs.groups == "tiles"
     # 128 threads of a group on its own, or 256 that share: elements a scheduler gets
     epilogue = knobs.bm * knobs.bn / 128 * _ELEMENT_CYCLES
-    fixed = _LOAD_CYCLES + (_SUM_CYCLES * knobs.split / 2 if knobs.split > 1 else 0.0)
+    fixed = _LOAD_CYCLES + (_sum(knobs) if knobs.split > 1 else 0.0)
     if knobs.split > 1:  # one tile a CTA
         return waves * (fixed + steps * step + epilogue)
     if alone:
         return fixed + max(waves * steps * step, (waves - 1) * epilogue) + _TAIL * epilogue
     return fixed + waves * (steps * step + epilogue)
+
+
+def _sum(knobs: Any) -> Any:
+    """Cycles until the partial sums of a cluster have met, each CTA sending what others own."""
+    sent = 4.0 * knobs.bm * knobs.bn * (knobs.split - 1) / knobs.split
+    return _SUM_CYCLES + sent / _SUM_BYTES_A_CYCLE
 
 
 def _step(knobs: Any, pitches: tuple[int, int], item: int, active: int) -> float:

@@ -140,5 +140,9 @@ TEMPLATE = Template(
     features=features,
     feature_names=FEATURES,
     ranges=ranges,
-    modules=("tvmcap.schedules.simt_kernel", "tvmcap.schedules.gpu_epilogue"),
+    modules=(
+        "tvmcap.schedules.simt_kernel",
+        "tvmcap.schedules.gpu_epilogue",
+        "tvmcap.schedules.gpu_math",
+    ),
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tvmcap.capture.export import Captured as Captured
     from tvmcap.compiled import Compiled as Compiled
     from tvmcap.compiled import load as load
+    from tvmcap.kernel.registry import register_template as register_template
     from tvmcap.tune import tune as tune
     from tvmcap.verify.check import verify as verify
 
@@ -28,6 +29,7 @@ _LAZY = {
     "tune": "tvmcap.tune",
     "verify": "tvmcap.verify.check",
     "bisect": "tvmcap.bisect",
+    "register_template": "tvmcap.kernel.registry",
     "Compiled": "tvmcap.compiled",
     "Captured": "tvmcap.capture.export",
     "Score": "tvmcap.base.score",
@@ -43,6 +45,7 @@ __all__ = [
     "build",
     "errors",
     "load",
+    "register_template",
     "tune",
     "verify",
 ]

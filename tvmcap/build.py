@@ -17,7 +17,7 @@ from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLi
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import capture, fingerprint
 from tvmcap.compiled import Compiled
-from tvmcap.kernel import apply
+from tvmcap.kernel import apply, registry
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
@@ -187,6 +187,7 @@ def _identity(
         "target": codegen.describe(target),
         "versions": versions.versions(),
         "compiler": versions.source_hash(),
+        "templates": registry.identity(),
         "records": [] if config.tune == "none" else _stamp(stores),
     }
 

@@ -12,7 +12,7 @@ from tvm import tirx
 
 from tvmcap.graph import layout
 from tvmcap.graph.layout import Product
-from tvmcap.kernel import tensor_core_rule
+from tvmcap.kernel import registry, tensor_core_rule
 from tvmcap.kernel.template import Template
 from tvmcap.schedules import TEMPLATES, cpu_target, gemm_match, simt_gemm
 
@@ -22,7 +22,7 @@ def find(func: Any, target: Any) -> tuple[Template, Any] | None:
 
     A product that CUDA cores would serve is left to MetaSchedule where tensor cores can have it.
     """
-    for template in TEMPLATES:
+    for template in (*registry.registered(), *TEMPLATES):
         problem = template.match(func, target)
         if problem is not None:
             left = template is simt_gemm.TEMPLATE and tensor_core_rule.suits(problem, target)
@@ -49,7 +49,7 @@ def few_rows(func: Any, target: Any) -> tuple[int, Any, str] | None:
 def refusals(func: Any, target: Any) -> str:
     """Say why templates before the one that serves a PrimFunc do not; "" with nothing to say."""
     found: list[str] = []
-    for template in TEMPLATES:
+    for template in (*registry.registered(), *TEMPLATES):
         if template.match(func, target) is not None:
             break
         reason = template.refuse(func, target) if template.refuse is not None else None
