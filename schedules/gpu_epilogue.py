@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmcap.kernel import epilogue as ep
-from tvmcap.schedules.gpu_math import legal, quick
+from tvmcap.schedules.gpu_math import balanced, legal, quick
 
 _HALF = ("float16", "bfloat16")
 
@@ -72,7 +72,8 @@ class Views:
         known: list[tuple[Any, list[Any], Any]] = []
         for c in range(2):
             column = [*at[:-1], at[-1] + c if c else at[-1]]
-            both.append(self._values(accumulated[c], column, self._half_of_word(at, c, known)))
+            load = self._half_of_word(at, c, known)
+            both.append(self._values(accumulated[c], column, load, balanced if c else None))
         return list(zip(*both, strict=True))
 
     def store(self, accumulated: Any, at: list[Any]) -> None:
@@ -80,14 +81,21 @@ class Views:
         for buffer, result in zip(self.epilogue.outputs, self.values(accumulated, at), strict=True):
             T.buffer_store(self.flat[buffer], result, [offset(buffer, at)])
 
-    def _values(self, accumulated: Any, at: list[Any], load: Callable[..., Any]) -> list[Any]:
+    def _values(
+        self,
+        accumulated: Any,
+        at: list[Any],
+        load: Callable[..., Any],
+        finish: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
         """Keep shared values in cells of registers: TVM's simplifier would undo a Bind."""
         binds, values = self.epilogue.stores(accumulated, at, load)
         cells: dict[Any, Any] = {}
 
         def written(value: Any) -> Any:
             value = tvm_ffi.structural_map(value, (tirx.Var, lambda v: cells.get(v, v)))
-            return quick(legal(value)) if self.is_quick else legal(value)
+            value = quick(legal(value)) if self.is_quick else legal(value)
+            return value if finish is None else finish(value)
 
         for bind in binds:
             cell = T.alloc_local([1], str(bind.var.ty))

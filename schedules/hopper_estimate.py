@@ -29,7 +29,7 @@ _SUM_BYTES_A_CYCLE = 14.0
 _LAUNCH_US = 1.4
 _SKINNY_US = 2.2
 _SKINNY_HBM = 0.9  # of the time that the other kernels need to read as much
-_UNUSUAL = 0.02
+_UNUSUAL = 0.04
 _FLIGHT_BYTES = 40e3  # that a multiprocessor must have asked for to get its share of HBM
 
 
@@ -43,7 +43,8 @@ def estimate_us(gemm: Any, knobs: Any, sizes: tuple[int, int, int, int]) -> floa
         return float(_SKINNY_US + _skinny_us(knobs, sizes, shared, floor))
     us = _LAUNCH_US + max(floor, _busiest(knobs, sizes, item) / _CYCLES_A_US)
     # what is not counted: usual values first, so that a short list holds different tiles
-    unusual = (knobs.group != 8) + (knobs.late != (knobs.groups == "tiles")) + (not knobs.dependent)
+    unusual = (knobs.group != 8) + (knobs.late != (knobs.groups == "tiles"))
+    unusual += knobs.bk != 64
     return float(us * (1.0 + _UNUSUAL * unusual))
 
 

@@ -8,6 +8,7 @@ and swizzles: PTX ISA 9.0, "Asynchronous warpgroup-level matrix instructions".
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,6 +68,10 @@ TILES = (
     *((64, bn, "tiles") for bn in (64, 128, 192, 256)),
     *((128, bn, "tiles") for bn in (64, 96, 128)),
 )
+
+
+SHARING = ((1, 1), (2, 1), (1, 2))
+"""CTAs of a cluster along M and N that share tiles; four of them gained nothing."""
 
 
 def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
@@ -138,23 +143,33 @@ def deepest(gemm: Gemm, knobs: Knobs) -> Knobs | None:
 
 def space(gemm: Gemm, target: Any) -> list[Knobs]:
     """Every setting that fits, its ring as deep as it can be."""
+    return _tiled(gemm, (64, 128), (4, 8, 16), (False, True)) + _swapped(gemm)
+
+
+def usual(gemm: Gemm) -> list[Knobs]:
+    """Settings among which a default is chosen: all tiles, the rest as it mostly is best."""
+    points = [k for k in _tiled(gemm, (64,), (8,), (False, True)) if k.late == _drains_late(k)]
+    return points + _swapped(gemm)
+
+
+def _drains_late(knobs: Knobs) -> bool:
+    return knobs.groups == "tiles"
+
+
+def _tiled(
+    gemm: Gemm, steps: Sequence[int], orders: Sequence[int], lates: Sequence[bool]
+) -> list[Knobs]:
     tma = stores_through_tma(gemm)
-    shared = ((1, 1), (2, 1), (1, 2))
-    points = [
-        Knobs(bm, bn, 64, 2, groups, cm, cn, 1, group, late, tma)
-        for bm, bn, groups in TILES
-        for cm, cn in shared
-        for group in (4, 8, 16)
-        for late in (False, True)
-    ]
-    points += [
-        Knobs(bm, bn, 64, 2, groups, cm, cn, split, 8, late, False)
-        for bm, bn, groups in TILES
-        for cm, cn in shared
-        for split in (2, 4)
-        for late in (False, True)
-    ]
-    return [k for k in (deepest(gemm, knobs) for knobs in points) if k] + _swapped(gemm)
+    found = []
+    for (bm, bn, groups), bk, (cm, cn), late in itertools.product(TILES, steps, SHARING, lates):
+        for split in (1, 2, 4):
+            store = tma and split == 1
+            first = Knobs(bm, bn, bk, 2, groups, cm, cn, split, orders[0], late, store)
+            deep = deepest(gemm, first)
+            if deep is not None and deep.stages >= (3 if bk > 64 else 2):
+                walks = orders if split == 1 else orders[:1]
+                found += [replace(deep, group=order) for order in walks]
+    return found
 
 
 def _swapped(gemm: Gemm) -> list[Knobs]:
@@ -178,12 +193,12 @@ def _swapped(gemm: Gemm) -> list[Knobs]:
 def default(gemm: Gemm, target: Any) -> Knobs:
     """Return the setting that should be fastest by count of cycles and bytes."""
     rows = gemm.rows if isinstance(gemm.rows, int) else RANGES[-1]
-    return _best(gemm, space(gemm, target), rows)
+    return _best(gemm, usual(gemm), rows)
 
 
 def ranges(gemm: Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
     """Return the defaults of a symbolic number of rows, each the best at its largest rows."""
-    points = space(gemm, target)
+    points = usual(gemm)
     bounds = (*RANGES[:-1], None)
     found: list[tuple[int | None, Knobs]] = []
     for rows, bound in zip(RANGES, bounds, strict=True):

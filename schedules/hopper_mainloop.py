@@ -125,7 +125,7 @@ def multiplier(p: Plan, layouts: tuple[bool, bool], release: Any) -> Any:
     per_tile, count = p.group_columns // 2, p.tall
     in_atom = p.atom // p.k_inst
     flags = () if p.item == 4 else tuple(int(not k_major) for k_major in layouts)
-    late = int(knobs.late)
+    late, empty = int(knobs.late), not isinstance(p.k, int)
 
     def start(which: int, stage: Any, row: Any, kk: int) -> Any:
         """Offset of the instruction's operand, in elements: row ``row`` of the tile, k ``kk``."""
@@ -150,6 +150,9 @@ def multiplier(p: Plan, layouts: tuple[bool, bool], release: Any) -> Any:
         column = T.meta_var(wg * p.group_columns if knobs.groups == "columns" else 0)
         desc_a: T.uint64
         desc_b: T.uint64
+        if empty:  # the first instruction overwrites the sums, where there is one
+            for i in T.unroll(p.accumulators):
+                acc[i] = T.float32(0)
         for kt in T.serial(steps):
             hopper_ops.wait(sm.full.ptr_to([ring[0]]), ring[1])
             T.ptx.wgmma.fence.sync.aligned()
