@@ -99,6 +99,8 @@ def fits(gemm: Gemm, knobs: Knobs) -> bool:
         return _fits_swapped(gemm, knobs)
     p = plan(gemm, knobs)
     shape = (knobs.bm, knobs.bn, knobs.groups) in TILES
+    # without TMA more spill
+    registers = knobs.tma_store or knobs.groups == "tiles" or p.accumulators <= 96
     share = knobs.bn % (8 * knobs.cluster_m) == 0 and knobs.bm % (8 * knobs.cluster_n) == 0
     cluster = p.cluster in (1, 2, 4, 8) and share
     summed = knobs.split == 1 or (not knobs.tma_store and p.group_columns % (8 * knobs.split) == 0)
@@ -109,7 +111,7 @@ def fits(gemm: Gemm, knobs: Knobs) -> bool:
     memory = p.shared_bytes <= SHARED_BYTES
     early = knobs.dependent or not knobs.warm
     walked = knobs.persistent or (knobs.split == 1 and knobs.groups != "tiles")
-    return all((shape, cluster, summed, stored, chunks, narrow, memory, early, walked))
+    return all((shape, registers, cluster, summed, stored, chunks, narrow, memory, early, walked))
 
 
 def _fits_swapped(gemm: Gemm, knobs: Knobs) -> bool:
