@@ -48,7 +48,8 @@ def test_the_cases_meet_every_setting() -> None:
 def finish(group: str) -> tuple[str, str]:
     """Run a group in a process of its own; return its output and how it ended."""
     command = [sys.executable, "-m", "tests.schedules.hopper_run", group]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
