@@ -13,7 +13,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 def fused_rms_norm(
     x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write ``aten._fused_rms_norm``, which ``rms_norm`` is on a GPU, as elementwise work and a sum.
+    """Write ``aten._fused_rms_norm``, ``rms_norm`` on a GPU, as elementwise work and a sum.
 
     Parameters
     ----------
