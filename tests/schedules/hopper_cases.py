@@ -77,7 +77,9 @@ def modes(groups: str) -> list[Case]:
         cases.append(Case(f"modes_{groups}_{i}", knobs, shape, (), ROWS))
     rest = [tile for tile in of_groups(groups, rng) if tile not in used]
     for i, tile in enumerate(rest):
-        knobs = choose(rng, typical("nk"), groups, [tile], tma_store=i % 2 == 0)
+        direct = Knobs(*tile[:2], stages=2, groups=groups, tma_store=False)
+        tma = i % 2 == 0 or hopper.deepest(typical("nk"), direct) is None
+        knobs = choose(rng, typical("nk"), groups, [tile], tma_store=tma)
         shape = {"n": 20 * knobs.bn + 8, "k": 200, "layout": "nk"}
         cases.append(Case(f"tiles_{groups}_{i}", knobs, shape, (), ROWS))
     return cases
