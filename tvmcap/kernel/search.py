@@ -21,7 +21,8 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.search_strategy import PySearchStrategy
 
 from tvmcap.kernel import tasks
-from tvmcap.kernel.cost_model import KnobCostModel, RankModel, group_name
+from tvmcap.kernel.cost_model import KnobCostModel, RankModel
+from tvmcap.kernel.dataset import group_name
 from tvmcap.kernel.features import annotate, read_knobs, template_features
 from tvmcap.kernel.fingerprint import fingerprint, tvm_version
 from tvmcap.kernel.measure import Candidate, Measurement, Workload

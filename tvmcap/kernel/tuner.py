@@ -13,6 +13,7 @@ from typing import Any
 from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
 from tvmcap.kernel import fallback, tasks
+from tvmcap.kernel import models as cost_models
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.interrupt import interruptible
 from tvmcap.kernel.loop_search import LoopNestSession
@@ -101,13 +102,12 @@ class Run:
         self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
     ) -> list[Entry]:
         models: dict[str, RankModel] = {}
-        known = self.stores.usable(self.target)
         entries: list[Entry] = []
         for task in found:
             chosen = task.sizes(sizes)
             flops, nbytes = tasks.work(task, chosen[-1])
             for at in chosen:
-                session = self._session(task, at, models, known)
+                session = self._session(task, at, models)
                 best = session.best()
                 weight = task.count * max(flops, 4 * nbytes) / len(chosen)
                 entries.append(Entry(session, weight, 0, None if best is None else best.candidate))
@@ -125,7 +125,6 @@ class Run:
         task: tasks.Task,
         at: dict[str, int],
         models: dict[str, RankModel],
-        known: list[Record],
     ) -> Session:
         seed = self.config.seed
         if task.template is None:
@@ -134,11 +133,7 @@ class Run:
             )
         name = task.template.name
         if name not in models:
-            models[name] = RankModel(seed)
-            models[name].add_records(
-                r for r in known if r.template == name and r.template_hash == task.key.template_hash
-            )
-            models[name].fit()
+            models[name] = cost_models.ready(self.stores, task.template, self.target, seed)
         return TemplateSession(task, at, self.target, self.stores, seed, models[name])
 
     def _next(self, workers: int) -> list[Entry]:
