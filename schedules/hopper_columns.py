@@ -11,6 +11,8 @@ import numpy as np
 
 from tvmcap.schedules.hopper_plan import OPERANDS
 
+GROUPS = ("rows", "columns", "tiles")
+"""How the two consumer warp groups of a CTA may divide the work."""
 TYPICAL_ROWS = 1024
 """What counts for a symbolic extent, and 16 for one of the batch."""
 _TYPICAL_BATCH = 16

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from tvmcap.schedules import hopper_estimate as he
-from tvmcap.schedules.hopper_columns import KNOBS, Columns, Sizes, sizes_of
+from tvmcap.schedules.hopper_columns import GROUPS, KNOBS, Columns, Sizes, sizes_of
 from tvmcap.schedules.hopper_plan import CLUSTERS, SHARED_BYTES, SM_COUNT, Plan
 from tvmcap.schedules.skinny_plan import skinny_bytes
 
-_GROUPS = ("rows", "columns", "tiles")
 _PROBLEM = ("log_rows", "log_n", "log_k", "batch", "item", "out_item", "a_km", "b_kn")
 _DERIVED = (
     "tiles",
@@ -66,7 +65,7 @@ def _problem(sizes: Sizes) -> dict[str, Any]:
 
 def _knobs(columns: Columns) -> dict[str, Any]:
     words = columns.groups
-    codes = sum(i * (words == word) for i, word in enumerate(_GROUPS)) if len(words) else words
+    codes = sum(i * (words == word) for i, word in enumerate(GROUPS)) if len(words) else words
     return {name: codes if name == "groups" else getattr(columns, name) for name in KNOBS}
 
 
