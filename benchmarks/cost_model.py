@@ -64,9 +64,7 @@ def measured(group: Group) -> tuple[Any, Any]:
     return ran, np.array([t for t in group.times_us if t is not None], dtype=np.float64)
 
 
-def orders(
-    train: Sequence[Group], features: Sequence[str], seed: int
-) -> dict[str, Any]:
+def orders(train: Sequence[Group], features: Sequence[str], seed: int) -> dict[str, Any]:
     """Return what scores the rows of a group, by name."""
     names, rng = tuple(features), np.random.default_rng(seed)
     found: dict[str, Any] = {}
@@ -183,9 +181,7 @@ def main() -> None:
     target = make_target({"kind": "cuda", "arch": "sm_90a"} if options.target == "cuda" else "llvm")
     (template,) = (t for t in TEMPLATES if t.name == options.template)
     folders = options.logs or [ROOT / "tuning_logs" / options.target]
-    records = [
-        r for f in folders for r in RecordStore(f).records if r.template == template.name
-    ]
+    records = [r for f in folders for r in RecordStore(f).records if r.template == template.name]
     groups = of_template(records, template, target, options.any_source)
     names = json.loads(options.epilogues.read_text()) if options.epilogues else {}
     if not groups:

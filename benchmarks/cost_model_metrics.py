@@ -1,4 +1,4 @@
-"""How well an order of candidates is: pairs, the best of the first few, and what measuring tells."""
+"""How good an order of candidates is: by pairs, and by the best of its first few."""
 
 from __future__ import annotations
 

@@ -50,18 +50,20 @@ def sizes_of(gemm: Any, rows: int | None = None) -> Sizes:
         return gemm
     out = str(gemm.fused.epilogue.outputs[0].dtype)
     extents = (gemm.rows if rows is None else rows, gemm.n, gemm.k)
-    found = [e if isinstance(e, int) else TYPICAL_ROWS for e in extents]
-    dtypes = (str(gemm.a.dtype), out)
-    return Sizes(*found, _product(gemm.batch), *dtypes, gemm.a_layout, gemm.layout)
+    high, n, k = (e if isinstance(e, int) else TYPICAL_ROWS for e in extents)
+    layouts = (gemm.a_layout, gemm.layout)
+    return Sizes(high, n, k, _product(gemm.batch), str(gemm.a.dtype), out, *layouts)
 
 
 def sizes_from_record(workload: Mapping[str, Any], sizes: Mapping[str, int]) -> Sizes | None:
     """Return the sizes that a record was measured at; None where it leaves one open."""
-    extents = (sizes.get("rows"), workload.get("n"), workload.get("k"))
-    if not all(isinstance(extent, int) for extent in (*extents, *workload["batch"])):
+    rows, n, k = sizes.get("rows"), workload["n"], workload["k"]
+    if not all(isinstance(extent, int) for extent in (rows, n, k, *workload["batch"])):
         return None
-    dtype, _, out = workload["dtypes"]
-    return Sizes(*map(int, map(str, extents)), _product(workload["batch"]), dtype, out, *workload["layout"])
+    dtype, _, out = map(str, workload["dtypes"])
+    a_layout, layout = map(str, workload["layout"])
+    batch = _product(workload["batch"])
+    return Sizes(int(sizes["rows"]), int(n), int(k), batch, dtype, out, a_layout, layout)
 
 
 def _product(batch: Sequence[Any]) -> int:
@@ -98,7 +100,9 @@ class Columns:
         rows = [read(point) for point in points]
         table = zip(*rows, strict=True) if rows else [()] * len(KNOBS)
         kinds = {"groups": np.str_} | dict.fromkeys(_FLAGS, np.bool_)
-        arrays = (np.array(c, dtype=kinds.get(k, np.int64)) for k, c in zip(KNOBS, table, strict=True))
+        arrays = (
+            np.array(c, dtype=kinds.get(k, np.int64)) for k, c in zip(KNOBS, table, strict=True)
+        )
         return Columns(*arrays)
 
     def take(self, chosen: Any) -> Columns:

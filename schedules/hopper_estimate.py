@@ -1,7 +1,7 @@
 """How long settings of the Hopper GEMM should take, from counted cycles and bytes.
 
-All is computed on arrays of settings. It picks the defaults and what tuning tries first: it ranks settings, it does not predict times. The
-rates are an H200's as this template meets them.
+All is computed on arrays of settings. It picks the defaults and what tuning tries first: it ranks
+settings, it does not predict times. The rates are an H200's as this template meets them.
 """
 
 from __future__ import annotations

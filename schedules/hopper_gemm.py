@@ -148,7 +148,9 @@ def deepest(gemm: Gemm, knobs: Knobs) -> Knobs | None:
 
 
 def _shared_bytes(gemm: Gemm, knobs: Knobs) -> int:
-    return skinny_kernel.skinny_bytes(gemm, knobs) if knobs.swapped else plan(gemm, knobs).shared_bytes
+    return (
+        skinny_kernel.skinny_bytes(gemm, knobs) if knobs.swapped else plan(gemm, knobs).shared_bytes
+    )
 
 
 def space(gemm: Gemm, target: Any) -> list[Knobs]:

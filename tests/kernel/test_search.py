@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tvmcap.base.config import Config
-from tvmcap.kernel import measure, search, tasks
+from tvmcap.kernel import measure, search, tasks, template_search
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement
@@ -33,12 +33,12 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return open_stores(Config(log_dir=str(tmp_path / "log")), TARGET)
 
 
-def wide_session(stores, seed: int = 0, template=WIDE) -> search.TemplateSession:
+def wide_session(stores, seed: int = 0, template=WIDE) -> template_search.TemplateSession:
     def find(func, target):
         return template, fake.match(func, target)
 
     (task,) = tasks.extract(fake.module(), TARGET, find)
-    return search.TemplateSession(task, {"B": 16}, TARGET, stores, seed, RankModel(seed))
+    return template_search.TemplateSession(task, {"B": 16}, TARGET, stores, seed, RankModel(seed))
 
 
 def play(session: search.Session, stores, count: int) -> list[int]:
@@ -115,7 +115,7 @@ def test_a_batch_comes_from_what_the_estimate_puts_first(stores) -> None:
     left = sorted((k.tile for k in MANY if k.tile not in default), key=lambda t: abs(t - 20))
     for count in (1, 2, 3):  # without a model, and with one
         batch = play(session, stores, count)
-        nearest = abs(left[search._SHORT_LIST * count - 1] - 20)
+        nearest = abs(left[template_search._SHORT_LIST * count - 1] - 20)
         assert len(batch) == count and all(abs(t - 20) <= nearest for t in batch)
         left = [t for t in left if t not in batch]
 

@@ -68,9 +68,7 @@ def _group(
     first = records[0]
     if template.recall is None:
         width = len(template.feature_names)
-        known = [
-            r for r in records if r.template_hash == mine and len(r.features or ()) == width
-        ]
+        known = [r for r in records if r.template_hash == mine and len(r.features or ()) == width]
         if not known:
             return None
         rows = np.array([r.features for r in known], np.float32)

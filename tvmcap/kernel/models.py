@@ -33,7 +33,7 @@ def train(
     objective: str = OBJECTIVES[0],
     any_source: bool = False,
 ) -> RankModel:
-    """Return a model learnt from the records of a template; without trees where they are too few."""
+    """Return a model learnt from the records of a template; where they are few, without trees."""
     groups = dataset.of_template(records, template, target, any_source)
     model = RankModel(seed, tuple(template.feature_names), objective)
     model.pretrain(groups, dataset.data_hash(groups))
@@ -41,7 +41,10 @@ def train(
 
 
 def transfer(
-    source: Sequence[dataset.Group], own: Sequence[dataset.Group], names: Sequence[str], seed: int = 0
+    source: Sequence[dataset.Group],
+    own: Sequence[dataset.Group],
+    names: Sequence[str],
+    seed: int = 0,
 ) -> RankModel:
     """Return a model learnt from another target's groups, and refined on this target's few."""
     model = RankModel(seed, tuple(names))
@@ -99,7 +102,14 @@ def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
         width, same = booster.num_features(), same_target(where, fingerprint(target))
         if objective not in OBJECTIVES or width != len(features):
             raise ValueError(f"an objective {objective!r} on {width} columns")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, xgboost.core.XGBoostError) as e:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        xgboost.core.XGBoostError,
+    ) as e:
         first = (str(e).splitlines() or [type(e).__name__])[0]
         raise RecordError(f"{path} is no cost model: {first}; train it again") from e
     if not same:
@@ -120,7 +130,9 @@ def _difference(features: list[str], expected: list[str]) -> str:
     return " and ".join(parts) or "the same ones in another order"
 
 
-def find(stores: Stores, template: Any, target: Any, seed: int = 0) -> tuple[RankModel, Path] | None:
+def find(
+    stores: Stores, template: Any, target: Any, seed: int = 0
+) -> tuple[RankModel, Path] | None:
     """Return the first model beside the records of ``stores`` that serves, and its file."""
     for store in stores.stores:
         path = store.folder / (template.name + SUFFIX)

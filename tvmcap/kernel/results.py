@@ -47,7 +47,8 @@ class TuneRun:
     trials: candidates measured; ``failures`` counts those that failed, by cause.
     seconds: duration; ``log``: the file of records.
     curve: (trials so far, task, its best microseconds), one a batch.
-    stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try) or ``"interrupted"``.
+    stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try), ``"converged"``
+        (what is left should gain less than the noise of a measurement) or ``"interrupted"``.
     """
 
     results: tuple[TaskResult, ...]

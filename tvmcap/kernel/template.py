@@ -53,8 +53,8 @@ class Template:
         ``default`` for all.
     estimate: ``(problem, knobs, target)`` to rough microseconds of each setting, by which tuning
         draws up its short list; None: there is no such order.
-    recall: ``(workload, sizes)`` of a record to a problem that ``features`` and ``estimate`` take, or
-        None; without it what a record says of its features counts.
+    recall: ``(workload, sizes)`` of a record to a problem that ``features`` and ``estimate`` take,
+        or None; without it what a record says of its features counts.
     refuse: ``(func, target)`` to words that say why a kernel of the family is not served; None for
         one that is, or that is none of the family.
     modules: names of the modules whose source, with that of ``lower``, decides what a setting

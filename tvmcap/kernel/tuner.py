@@ -20,8 +20,9 @@ from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun
-from tvmcap.kernel.search import Proposal, Session, TemplateSession
+from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
+from tvmcap.kernel.template_search import TemplateSession
 
 logger = logging.getLogger("tvmcap")
 
@@ -149,6 +150,8 @@ class Run:
             self.stopped = "budget"
             return []
         open_entries = [e for e in self.entries if not e.exhausted]
+        if not open_entries and any(e.session.converged for e in self.entries):
+            self.stopped = "converged"
         order = sorted(open_entries, key=lambda e: (e.batches > 0, -e.priority if e.batches else 0))
         chosen: list[Entry] = []
         while order and sum(e.batch for e in chosen) < workers:
