@@ -122,6 +122,11 @@ def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
     return found
 
 
+def files(folder: Path) -> list[Path]:
+    """Return the models in a folder."""
+    return sorted(folder.glob("*" + SUFFIX))
+
+
 def _difference(features: list[str], expected: list[str]) -> str:
     missing = [name for name in expected if name not in features]
     unknown = [name for name in features if name not in expected]
