@@ -33,7 +33,15 @@ _OPTIONS = {
     "nthread": 1,
     "verbosity": 0,
 }
-_RANKING = {"lambdarank_pair_method": "mean", "lambdarank_num_pair_per_sample": 8}
+_RANKING: dict[str, dict[str, Any]] = {
+    "rank:pairwise": {"lambdarank_pair_method": "mean", "lambdarank_num_pair_per_sample": 8},
+    # best time over time is no count of stars: 2**label is not meant
+    "rank:ndcg": {
+        "lambdarank_pair_method": "topk",
+        "lambdarank_num_pair_per_sample": 32,
+        "ndcg_exp_gain": False,
+    },
+}
 
 
 @dataclass(eq=False)
@@ -107,11 +115,9 @@ class RankModel:
         labels = np.concatenate([self._labels(times) for _, times in data])
         matrix = xgboost.DMatrix(rows, label=labels)
         options = {**_OPTIONS, "objective": self.objective, "seed": self.seed}
-        if self.objective.startswith("rank:"):
-            options.update(_RANKING)
+        if self.objective in _RANKING:
+            options.update(_RANKING[self.objective])
             matrix.set_group([len(times) for _, times in data])
-        if self.objective == "rank:ndcg":
-            options["ndcg_exp_gain"] = False
         # few pairs have little curvature: let them split all the same
         options["min_child_weight"] = min(1.0, len(rows) / 200)
         matrix.set_base_margin(self._margins(rows, base))
@@ -121,7 +127,7 @@ class RankModel:
         """Best time over time, its logarithm for a regression; a failure has the least."""
         best = min((t for t in times if t is not None), default=1.0)
         ratios = np.array([0.0 if t is None else best / t for t in times], np.float32)
-        if self.objective.startswith("rank:"):
+        if self.objective in _RANKING:
             return ratios
         with np.errstate(divide="ignore"):
             return np.maximum(np.log(ratios), _FAILED)

@@ -16,7 +16,7 @@ from tvmcap.base.errors import RecordError
 from tvmcap.kernel import dataset
 from tvmcap.kernel.cost_model import OBJECTIVES, RankModel
 from tvmcap.kernel.fingerprint import fingerprint, same_target
-from tvmcap.kernel.records import Record
+from tvmcap.kernel.records import Record, canonical, digest
 from tvmcap.kernel.stores import Stores
 
 log = logging.getLogger("tvmcap")
@@ -64,6 +64,7 @@ def save(model: RankModel, folder: Path, name: str, target: Any) -> Path:
     """
     if model.base is None:
         raise RecordError(f"the model of {name!r} has learnt nothing yet: measure candidates first")
+    data = json.loads(bytes(model.base.save_raw("json")))
     about = {
         "template": name,
         "features": list(model.features),
@@ -71,16 +72,22 @@ def save(model: RankModel, folder: Path, name: str, target: Any) -> Path:
         "measurements": model.pretrained,
         "data": model.source,
         "target": fingerprint(target),
+        "sum": _sum(data),
     }
-    model.base.set_attr(**{_ATTRIBUTE: json.dumps(about, sort_keys=True)})
+    data["learner"]["attributes"] = {_ATTRIBUTE: canonical(about)}
     path, part = folder / (name + SUFFIX), folder / f"{name}.part.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(bytes(model.base.save_raw("json")))
+        part.write_text(json.dumps(data, separators=(",", ":")) + "\n")
         part.replace(path)
     except OSError as e:
         raise RecordError(f"cannot write the model {path}: {e.strerror or e}") from e
     return path
+
+
+def _sum(data: Any) -> str:
+    """Return the digest of all but the attributes."""
+    return digest({k: v for k, v in data["learner"].items() if k != "attributes"})
 
 
 def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
@@ -92,32 +99,33 @@ def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
         message names which.
     """
     import xgboost
+    from xgboost.core import XGBoostError
 
-    booster = xgboost.Booster({"nthread": 1})
     try:
-        booster.load_model(bytearray(path.read_bytes()))
-        about = json.loads(booster.attr(_ATTRIBUTE) or "")
+        text = path.read_text("utf-8")
+        data = json.loads(text)
+        about = json.loads(data["learner"]["attributes"][_ATTRIBUTE])
+        if about["sum"] != _sum(data):  # XGBoost aborts the process on what it cannot read
+            raise ValueError("its checksum differs")
         features, objective = [str(name) for name in about["features"]], str(about["objective"])
-        measurements, data, where = int(about["measurements"]), str(about["data"]), about["target"]
-        width, same = booster.num_features(), same_target(where, fingerprint(target))
+        measurements, source = int(about["measurements"]), str(about["data"])
+        where = dict(about["target"])
+        booster = xgboost.Booster({"nthread": 1})
+        booster.load_model(bytearray(text, "utf-8"))
+        width = booster.num_features()
         if objective not in OBJECTIVES or width != len(features):
             raise ValueError(f"an objective {objective!r} on {width} columns")
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        xgboost.core.XGBoostError,
-    ) as e:
-        first = (str(e).splitlines() or [type(e).__name__])[0]
-        raise RecordError(f"{path} is no cost model: {first}; train it again") from e
-    if not same:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, XGBoostError) as e:
+        first = (str(e).splitlines() or [""])[0]
+        raise RecordError(
+            f"{path} is no cost model ({type(e).__name__}: {first}); train it again"
+        ) from e
+    if not same_target(where, fingerprint(target)):
         raise RecordError(f"{path} is a model for {where}, not for this target")
     expected = list(template.feature_names)
     if features != expected:
         raise RecordError(f"{path} takes other features: {_difference(features, expected)}")
-    found = RankModel(seed, tuple(features), objective, measurements, data)
+    found = RankModel(seed, tuple(features), objective, measurements, source)
     found.base = booster
     return found
 
