@@ -6,8 +6,8 @@ import dataclasses
 
 import fake_template as fake
 import numpy as np
-from model_cases import KNOBS, record, records
 
+from tests.kernel.model_cases import KNOBS, record, records
 from tests.schedules.products import TARGET
 from tvmcap.kernel import dataset
 from tvmcap.kernel.template import source_hash

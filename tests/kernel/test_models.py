@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_cases import KNOBS, SHAPES, made_up_us, record, records
 
+from tests.kernel.model_cases import KNOBS, SHAPES, made_up_us, record, records
 from tests.schedules.products import TARGET
 from tvmcap.base import codegen
 from tvmcap.base.errors import RecordError
