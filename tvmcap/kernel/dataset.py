@@ -62,6 +62,22 @@ def of_template(
     return sorted((g for g in groups if g is not None), key=lambda g: g.name)
 
 
+def of_traces(records: Iterable[Record], width: int, version: float) -> list[Group]:
+    """Return the groups of loop nests' records that carry ``width`` features of a version."""
+    found: dict[str, dict[str, Record]] = {}
+    for record in records:
+        row = record.features or []
+        if record.kind == "trace" and len(row) == width and row[0] == version:
+            name = group_name(record.workload_hash, record.sizes)
+            found.setdefault(name, {})[record.candidate] = record
+    groups = []
+    for name, known in sorted(found.items()):
+        own = list(known.values())
+        rows = np.array([r.features for r in own], np.float32)
+        groups.append(Group(name, rows, _times(own), own[0].workload, own[0].sizes))
+    return groups
+
+
 def _group(
     name: str, records: list[Record], template: Template, target: Any, mine: str
 ) -> Group | None:

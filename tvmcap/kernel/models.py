@@ -16,6 +16,7 @@ from tvmcap.base.errors import RecordError
 from tvmcap.kernel import dataset
 from tvmcap.kernel.cost_model import OBJECTIVES, RankModel
 from tvmcap.kernel.fingerprint import fingerprint, same_target
+from tvmcap.kernel.loop_features import LoopNests
 from tvmcap.kernel.records import Record, canonical, digest
 from tvmcap.kernel.stores import Stores
 
@@ -33,11 +34,22 @@ def train(
     objective: str = OBJECTIVES[0],
     any_source: bool = False,
 ) -> RankModel:
-    """Return a model learnt from the records of a template; where they are few, without trees."""
-    groups = dataset.of_template(records, template, target, any_source)
+    """Return a model learnt from records; where they are few, without trees.
+
+    ``template`` is a template, or ``LOOP_NESTS``.
+    """
+    groups = _groups(records, template, target, any_source)
     model = RankModel(seed, tuple(template.feature_names), objective)
     model.pretrain(groups, dataset.data_hash(groups))
     return model
+
+
+def _groups(
+    records: Iterable[Record], template: Any, target: Any, any_source: bool = False
+) -> list[dataset.Group]:
+    if isinstance(template, LoopNests):
+        return template.groups(records)
+    return dataset.of_template(records, template, target, any_source)
 
 
 def transfer(
@@ -169,7 +181,7 @@ def ready(stores: Stores, template: Any, target: Any, seed: int = 0) -> RankMode
         return train(known, template, target, seed)
     model, path = saved
     beside = {id(r) for s in stores.stores if s.folder == path.parent for r in s.records}
-    for group in dataset.of_template((r for r in known if id(r) not in beside), template, target):
+    for group in _groups((r for r in known if id(r) not in beside), template, target):
         model.add(group.name, group.rows, group.times_us)
     model.fit()
     return model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -86,3 +87,14 @@ class TuneRun:
 
 def _us(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} us"
+
+
+def all_failed(name: str, results: Sequence[Any]) -> str:
+    """Say that every measurement of a first batch failed, and of what."""
+    causes = Counter(r.cause for r in results)
+    counted = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
+    first = next(r for r in results if r.cause == causes.most_common(1)[0][0])
+    return (
+        f"all {len(results)} candidates of the first batch failed ({counted}), so tuning {name} "
+        f"cannot go on; mend the cause and tune again. The first failure:\n{first.message}"
+    )

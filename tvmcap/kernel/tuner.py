@@ -16,10 +16,11 @@ from tvmcap.kernel import fallback, tasks
 from tvmcap.kernel import models as cost_models
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.interrupt import interruptible
+from tvmcap.kernel.loop_features import LOOP_NESTS
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
-from tvmcap.kernel.results import Progress, TaskResult, TuneRun
+from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
 from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
@@ -129,13 +130,17 @@ class Run:
     ) -> Session:
         seed = self.config.seed
         if task.template is None:
-            return LoopNestSession(
-                task, at, self.target, self.stores, seed, lambda f, t: fallback.schedule(f, t)[0]
-            )
-        name = task.template.name
-        if name not in models:
-            models[name] = cost_models.ready(self.stores, task.template, self.target, seed)
-        return TemplateSession(task, at, self.target, self.stores, seed, models[name])
+            model = self._model(LOOP_NESTS, models)
+            return LoopNestSession(task, at, self.target, self.stores, seed, _rule, model)
+        model = self._model(task.template, models)
+        return TemplateSession(task, at, self.target, self.stores, seed, model)
+
+    def _model(self, template: Any, models: dict[str, RankModel]) -> RankModel:
+        """Return the model of a template or of loop nests, one for all sessions."""
+        if template.name not in models:
+            seed = self.config.seed
+            models[template.name] = cost_models.ready(self.stores, template, self.target, seed)
+        return models[template.name]
 
     def _next(self, workers: int) -> list[Entry]:
         """Pick the sessions of the next round: each once, then by priority.
@@ -184,7 +189,7 @@ class Run:
         entry.session.notify(proposals, results)
         entry.batches += 1
         if results and self.trials == len(results) and all(r.cause is not None for r in results):
-            raise TuneError(_all_failed(entry.session.name, results))
+            raise TuneError(all_failed(entry.session.name, results))
         self._note(entry, before)
 
     def _has_reference(self, measurer: Measurer, entry: Entry) -> bool:
@@ -274,6 +279,10 @@ class Run:
         )
 
 
+def _rule(func: Any, target: Any) -> Any:
+    return fallback.schedule(func, target)[0]
+
+
 def _latest(session: Session) -> dict[str, Record]:
     """Return the last record of each candidate at the session's size."""
     history = session.stores.history(session.task.key, session.target, session.record_sizes)
@@ -287,13 +296,3 @@ def _top(session: Session, confirmed: set[str]) -> list[Record]:
         if r.median_us is not None and r.candidate not in confirmed
     ]
     return sorted(good, key=lambda r: r.median_us or 0.0)[:_CONFIRMED]
-
-
-def _all_failed(name: str, results: Sequence[Measurement]) -> str:
-    causes = Counter(r.cause for r in results)
-    counted = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
-    first = next(r for r in results if r.cause == causes.most_common(1)[0][0])
-    return (
-        f"all {len(results)} candidates of the first batch failed ({counted}), so tuning {name} "
-        f"cannot go on; mend the cause and tune again. The first failure:\n{first.message}"
-    )
