@@ -2,9 +2,11 @@
 
 Held out are whole (K, N) pairs, a third of them, and one epilogue where records have several; never
 M alone. Each seed holds out others. Rows: ours, the analytic estimate alone (prior), squared error
-on the same features (regression), random.
+on the same features (regression), random; for loop nests MetaSchedule's own model, too (stock),
+where the modules that were tuned are given.
 
     python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--template NAME] [--write FOLDER]
+    python benchmarks/cost_model.py --json OUT --target llvm --modules FOLDER
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import ROOT, meta
 from cost_model_metrics import CLOSE, NAMES, Scored, ceiling, dropped, metrics
+from cost_model_stock import Stock
 
-from tvmcap.kernel.cost_model import RankModel
-from tvmcap.kernel.dataset import Group, data_hash, group_name, of_template
+from tvmcap.kernel.cost_model import PRIOR, RankModel
+from tvmcap.kernel.dataset import Group, data_hash, group_name
 from tvmcap.kernel.records import Record, RecordStore
 
 HELD_OUT = 3
@@ -33,9 +37,9 @@ EXHAUSTIVE = 100
 
 
 def pair_of(group: Group) -> tuple[Any, ...]:
-    """Return what is held out together: K and N, or the columns of a row kernel."""
+    """Return what is held out together: K and N, the columns of a row kernel, a loop nest."""
     work = group.workload
-    return tuple(work[name] for name in ("k", "n", "columns") if name in work)
+    return tuple(work[name] for name in ("k", "n", "columns", "func") if name in work)
 
 
 def epilogue_of(group: Group, names: Mapping[str, str]) -> str:
@@ -64,8 +68,10 @@ def measured(group: Group) -> tuple[Any, Any]:
     return ran, np.array([t for t in group.times_us if t is not None], dtype=np.float64)
 
 
-def orders(train: Sequence[Group], features: Sequence[str], seed: int) -> dict[str, Any]:
-    """Return what scores the rows of a group, by name."""
+def orders(
+    train: Sequence[Group], features: Sequence[str], seed: int, stock: Stock | None
+) -> dict[str, Any]:
+    """Return what scores the candidates of a group, by name."""
     names, rng = tuple(features), np.random.default_rng(seed)
     found: dict[str, Any] = {}
     for name, objective, columns in (
@@ -75,13 +81,24 @@ def orders(train: Sequence[Group], features: Sequence[str], seed: int) -> dict[s
     ):
         model = RankModel(seed, columns, objective)
         model.pretrain(train)
-        found[name] = model.margins
-    prior = RankModel(seed, names)
-    return {**found, "prior": prior.margins, "random": lambda rows: rng.random(len(rows))}
+        found[name] = partial(_margins, model)
+    if PRIOR in names:
+        found["prior"] = partial(_margins, RankModel(seed, names))
+    if stock is not None:
+        found["stock"] = stock.train(train, seed)
+    return {**found, "random": lambda group: rng.random(len(group.rows))}
+
+
+def _margins(model: RankModel, group: Group) -> Any:
+    return model.margins(group.rows)
 
 
 def evaluate(
-    groups: Sequence[Group], features: Sequence[str], names: Mapping[str, str], seed: int
+    groups: Sequence[Group],
+    features: Sequence[str],
+    names: Mapping[str, str],
+    seed: int,
+    stock: Stock | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of each order on what one seed holds out."""
     train, test = split(groups, names, seed)
@@ -89,11 +106,11 @@ def evaluate(
     if not train or not test:
         raise SystemExit(f"{len(train)} groups to learn from and {len(test)} to test on: too few")
     result = {}
-    for name, score in orders(train, features, seed).items():
+    for name, score in orders(train, features, seed, stock).items():
         scored = []
         for group in test:
             ran, times = measured(group)
-            scored.append(Scored(np.asarray(score(group.rows))[ran], times))
+            scored.append(Scored(np.asarray(score(group))[ran], times))
         result[name] = metrics(scored)
         large = [s for s in scored if len(s.times_us) >= EXHAUSTIVE]
         if large:
@@ -164,6 +181,7 @@ def main() -> None:
     """Evaluate, print, and write."""
     from tvmcap.base.codegen import make_target
     from tvmcap.kernel import models
+    from tvmcap.kernel.loop_features import LOOP_NESTS
     from tvmcap.schedules import TEMPLATES
 
     parser = argparse.ArgumentParser(
@@ -172,22 +190,33 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--logs", type=Path, action="append", help="folders of records")
     parser.add_argument("--target", default="cuda", help="cuda or llvm")
-    parser.add_argument("--template", default="hopper_gemm")
+    parser.add_argument("--template", help="default: hopper_gemm, and loop_nest for llvm")
+    parser.add_argument("--modules", type=Path, help="the fused modules of loop nests' records")
     parser.add_argument("--epilogues", type=Path, help="JSON: name of an epilogue by digest")
     parser.add_argument("--any-source", action="store_true", help="earlier sources' records, too")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="folder for a model learnt from all of it")
     options = parser.parse_args()
     target = make_target({"kind": "cuda", "arch": "sm_90a"} if options.target == "cuda" else "llvm")
-    (template,) = (t for t in TEMPLATES if t.name == options.template)
+    kinds: dict[str, Any] = {t.name: t for t in (*TEMPLATES, LOOP_NESTS)}
+    chosen = options.template or ("hopper_gemm" if options.target == "cuda" else LOOP_NESTS.name)
+    if chosen not in kinds:
+        raise SystemExit(f"--template {chosen}: expected one of {', '.join(kinds)}")
+    template = kinds[chosen]
     folders = options.logs or [ROOT / "tuning_logs" / options.target]
-    records = [r for f in folders for r in RecordStore(f).records if r.template == template.name]
-    groups = of_template(records, template, target, options.any_source)
+    records = [
+        r for f in folders for r in RecordStore(f).records if (r.template or "loop_nest") == chosen
+    ]
+    groups = models.groups(records, template, target, options.any_source)
+    stock = Stock(options.modules, target) if options.modules else None
+    if stock is not None:
+        groups = [g for g in groups if stock.knows(g)]
     names = json.loads(options.epilogues.read_text()) if options.epilogues else {}
     if not groups:
         raise SystemExit(f"no record of today's {template.name} among {len(records)}")
     about = describe(groups, records, names)
-    runs = [evaluate(groups, template.feature_names, names, s) for s in range(options.seeds)]
+    features = template.feature_names
+    runs = [evaluate(groups, features, names, s, stock) for s in range(options.seeds)]
     rows = over_seeds(runs)
     print(json.dumps(about, indent=1))
     print(table(rows))

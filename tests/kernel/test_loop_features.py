@@ -1,4 +1,4 @@
-"""Features of loop nests: of each store, and of the nest; a model of them in MetaSchedule's search."""
+"""Features of loop nests, of each store and of the nest; their model in MetaSchedule's search."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_same_seed_and_measurements_same_proposals(tmp_path, monkeypatch) -> Non
 
 
 def test_records_of_one_task_teach_the_search_of_another(stores) -> None:
-    """What was learnt on one product leads the first batch on another, with no measurement there."""
+    """What was learnt on one product leads the first batch on another, not measured before."""
     teacher = session(stores)
     for _ in range(6):
         play(teacher, stores, 8)

@@ -24,7 +24,7 @@ class Group:
     rows: features, (candidates, features).
     times_us: microseconds of each, None for a failure.
     workload, sizes: of the records.
-    knobs: of each candidate.
+    knobs: of each candidate; the canonical text of its trace for a loop nest.
     estimates_us: the template's estimate of each; None where it has none.
     """
 
@@ -74,7 +74,8 @@ def of_traces(records: Iterable[Record], width: int, version: float) -> list[Gro
     for name, known in sorted(found.items()):
         own = list(known.values())
         rows = np.array([r.features for r in own], np.float32)
-        groups.append(Group(name, rows, _times(own), own[0].workload, own[0].sizes))
+        traces = tuple(r.candidate for r in own)
+        groups.append(Group(name, rows, _times(own), own[0].workload, own[0].sizes, traces))
     return groups
 
 
@@ -117,6 +118,7 @@ def data_hash(groups: Iterable[Group]) -> str:
     """Return the digest of what was measured, whatever the order and the features."""
     lines = []
     for g in groups:
-        labels = [canonical(dataclasses.asdict(k)) for k in g.knobs] or g.rows.tolist()
+        known = (k if isinstance(k, str) else canonical(dataclasses.asdict(k)) for k in g.knobs)
+        labels = list(known) or g.rows.tolist()
         lines += [[g.name, label, us] for label, us in zip(labels, g.times_us, strict=True)]
     return digest(sorted(lines, key=canonical))

@@ -38,15 +38,16 @@ def train(
 
     ``template`` is a template, or ``LOOP_NESTS``.
     """
-    groups = _groups(records, template, target, any_source)
+    found = groups(records, template, target, any_source)
     model = RankModel(seed, tuple(template.feature_names), objective)
-    model.pretrain(groups, dataset.data_hash(groups))
+    model.pretrain(found, dataset.data_hash(found))
     return model
 
 
-def _groups(
+def groups(
     records: Iterable[Record], template: Any, target: Any, any_source: bool = False
 ) -> list[dataset.Group]:
+    """Return what the records of a template, or of loop nests, teach."""
     if isinstance(template, LoopNests):
         return template.groups(records)
     return dataset.of_template(records, template, target, any_source)
@@ -181,7 +182,7 @@ def ready(stores: Stores, template: Any, target: Any, seed: int = 0) -> RankMode
         return train(known, template, target, seed)
     model, path = saved
     beside = {id(r) for s in stores.stores if s.folder == path.parent for r in s.records}
-    for group in _groups((r for r in known if id(r) not in beside), template, target):
+    for group in groups((r for r in known if id(r) not in beside), template, target):
         model.add(group.name, group.rows, group.times_us)
     model.fit()
     return model
