@@ -145,5 +145,9 @@ def test_knobs_travel_as_one_annotation() -> None:
     text = fake.FAKE.knobs_to_json(fake.Knobs(8))
     sch = features.annotate(func, text)
     assert features.read_knobs(sch) == text
-    assert features.read_knobs(features.new_schedule(func)) is None
+    plain = features.new_schedule(func)
+    assert features.read_knobs(plain) is None
+    copies = [features.annotated(plain, knobs) for knobs in (text, "other")]
+    assert [features.read_knobs(c) for c in copies] == [text, "other"]
+    assert features.read_knobs(plain) is None
     assert len([i for i in sch.trace.insts if i.kind.name == "Annotate"]) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-LEAST = 16
+LEAST = 24
 """Measured candidates from which on scores can be compared with times."""
 
 

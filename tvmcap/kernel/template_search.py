@@ -14,7 +14,7 @@ from tvm.s_tir.meta_schedule.search_strategy import PySearchStrategy
 from tvmcap.kernel import gain
 from tvmcap.kernel.cost_model import KnobCostModel, RankModel
 from tvmcap.kernel.dataset import group_name
-from tvmcap.kernel.features import annotate, read_knobs, template_features
+from tvmcap.kernel.features import annotated, new_schedule, read_knobs, template_features
 from tvmcap.kernel.measure import Candidate, Measurement
 from tvmcap.kernel.records import Record, canonical
 from tvmcap.kernel.search import Proposal, Session, new_context
@@ -99,6 +99,7 @@ class TemplateSession(Session):
         self._count = 0
         history = stores.history(task.key, target, self.record_sizes)
         self._spreads = {r.candidate: (r.p10_us, r.median_us, r.p90_us) for r in history}
+        self._plain = new_schedule(self.bound)
         self._context = new_context(
             self.bound,
             target,
@@ -131,7 +132,7 @@ class TemplateSession(Session):
             chosen += [tail[i] for i in self._rng.permutation(len(tail))[:explore]]
             if self._gains_nothing(scores, chosen):
                 self.converged, chosen = True, []
-        return [annotate(self.bound, self._texts[i]) for i in chosen]
+        return [annotated(self._plain, self._texts[i]) for i in chosen]
 
     def _scores(self) -> Any:
         if self.model.learnt or self._prior is None:
