@@ -47,6 +47,7 @@ class TuneRun:
     results: one a task and size.
     trials: candidates measured; ``failures`` counts those that failed, by cause.
     seconds: duration; ``log``: the file of records.
+    overhead_s: seconds of it in which the search chose and learnt.
     curve: (trials so far, task, its best microseconds), one a batch.
     stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try), ``"converged"``
         (what is left should gain less than the noise of a measurement) or ``"interrupted"``.
@@ -59,6 +60,7 @@ class TuneRun:
     log: str
     curve: tuple[tuple[int, str, float], ...]
     stopped: str
+    overhead_s: float = 0.0
 
     @property
     def interrupted(self) -> bool:
@@ -79,7 +81,10 @@ class TuneRun:
             times = f"{_us(r.before_us):>10}  {_us(r.after_us):>10}"
             lines.append(f"{r.name:{width}}  {times}  {gain:>6}  {r.trials:6}")
         failed = ", ".join(f"{n} {cause}" for cause, n in sorted(self.failures.items())) or "none"
-        spent = f"{self.trials} trials in {self.seconds:.0f} s (stopped: {self.stopped})"
+        spent = (
+            f"{self.trials} trials in {self.seconds:.0f} s, {self.overhead_s:.1f} s of it choosing "
+        )
+        spent += f"(stopped: {self.stopped})"
         lines.append(f"{spent}; failures: {failed}")
         lines.append(f"records: {self.log}")
         return "\n".join(lines)

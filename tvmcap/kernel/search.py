@@ -62,6 +62,11 @@ class Session:
         """Return the best record at this size."""
         return self.stores.best(self.task.key, self.record_sizes, self.target)
 
+    def latest(self) -> dict[str, Record]:
+        """Return the last record of each candidate at this size."""
+        history = self.stores.history(self.task.key, self.target, self.record_sizes)
+        return {record.candidate: record for record in history}
+
     def propose(self, count: int) -> list[Proposal]:
         """Return at most ``count`` candidates never measured; none when the space is exhausted."""
         raise NotImplementedError

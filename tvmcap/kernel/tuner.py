@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,7 @@ class Run:
     trials: int = 0
     stopped: str = "exhausted"
     unmeasured: TuneError | None = None
+    overhead_s: float = 0.0
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -171,7 +172,7 @@ class Run:
             left = max(1, min(left, int(self.left_s() / each)))
         batches: list[tuple[Entry, list[Proposal]]] = []
         for entry in entries:
-            proposals = entry.session.propose(min(entry.batch, left)) if left else []
+            proposals = self._think(entry.session.propose, min(entry.batch, left)) if left else []
             entry.exhausted = left > 0 and not proposals
             left -= len(proposals)
             if proposals:
@@ -182,11 +183,18 @@ class Run:
             if self._has_reference(measurer, entry):
                 self._batch(measurer, entry, proposals)
 
+    def _think(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run a step of the search, and count its time as neither building nor measuring."""
+        start = time.monotonic()
+        found = step(*args)
+        self.overhead_s += time.monotonic() - start
+        return found
+
     def _batch(self, measurer: Measurer, entry: Entry, proposals: list[Proposal]) -> None:
         best = entry.session.best()
         before = None if best is None else best.median_us
         results = self._measure(measurer, entry, proposals, before)
-        entry.session.notify(proposals, results)
+        self._think(entry.session.notify, proposals, results)
         entry.batches += 1
         if results and self.trials == len(results) and all(r.cause is not None for r in results):
             raise TuneError(all_failed(entry.session.name, results))
@@ -266,7 +274,7 @@ class Run:
         for e in sorted(self.entries, key=lambda e: e.session.name):
             best = e.session.best()
             after, candidate = (None, None) if best is None else (best.median_us, best.candidate)
-            before = None if e.before is None else _latest(e.session)[e.before].median_us
+            before = None if e.before is None else e.session.latest()[e.before].median_us
             results.append(TaskResult(e.session.name, before, after, e.trials, candidate))
         return TuneRun(
             results=tuple(results),
@@ -276,6 +284,7 @@ class Run:
             log=str(self.stores.writer.path),
             curve=tuple(self.curve),
             stopped=self.stopped,
+            overhead_s=self.overhead_s,
         )
 
 
@@ -283,16 +292,10 @@ def _rule(func: Any, target: Any) -> Any:
     return fallback.schedule(func, target)[0]
 
 
-def _latest(session: Session) -> dict[str, Record]:
-    """Return the last record of each candidate at the session's size."""
-    history = session.stores.history(session.task.key, session.target, session.record_sizes)
-    return {record.candidate: record for record in history}
-
-
 def _top(session: Session, confirmed: set[str]) -> list[Record]:
     good = [
         r
-        for r in _latest(session).values()
+        for r in session.latest().values()
         if r.median_us is not None and r.candidate not in confirmed
     ]
     return sorted(good, key=lambda r: r.median_us or 0.0)[:_CONFIRMED]
