@@ -107,11 +107,13 @@ def test_a_symbolic_number_of_rows_has_a_choice_at_each_size(chooser) -> None:
     found = chooser(task)
     assert list(found.knobs) == [1, 16, 128, 512, 2048, 8192]
     odd = hopper.Knobs(64, 64, 64, 2, "tiles", group=4)
-    served = serve(task, [as_record(512, odd)], chooser)
-    texts = list(served.ranges.values())
-    assert hopper.TEMPLATE.knobs_to_json(odd) in texts
-    assert hopper.TEMPLATE.knobs_to_json(found.knobs[8192]) == texts[-1]
-    assert "no record at 1, 16, 128, 2048, 8192 rows; the cost model's" in served.reason
+    known = [as_record(512, odd)]
+    rest = chooser(task, [512])
+    assert rest == choice.Choice({n: k for n, k in found.knobs.items() if n != 512}, found.model)
+    ranged = apply._choose(task, known, TARGET, rest)
+    assert odd in [knobs for _, knobs in ranged] and ranged[-1] == (None, found.knobs[8192])
+    missing = apply._missing(known, rest)
+    assert missing.startswith("no record at 1, 16, 128, 2048, 8192 rows; the cost model's choice")
 
 
 def test_a_refused_model_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,8 +109,8 @@ def test_same_seed_and_measurements_same_proposals(tmp_path, monkeypatch) -> Non
 def test_records_of_one_task_teach_the_search_of_another(stores) -> None:
     """What was learnt on one product leads the first batch on another, not measured before."""
     teacher = session(stores)
-    for _ in range(6):
-        play(teacher, stores, 8)
+    for _ in range(3):
+        play(teacher, stores, 16)
     model = models.ready(stores, lf.LOOP_NESTS, TARGET, 0)
     assert model.pretrained >= 40 and model.features == lf.FEATURES
     means = []
