@@ -1,14 +1,17 @@
-"""How long a setting of the Hopper GEMM should take, from counted cycles and bytes.
+"""How long settings of the Hopper GEMM should take, from counted cycles and bytes.
 
-It picks the defaults and what tuning tries first: it ranks settings, it does not predict times. The
-rates are an H200's as this template meets them.
+All is computed on arrays of settings. It picks the defaults and what tuning tries first: it ranks
+settings, it does not predict times. The rates are an H200's as this template meets them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tvmcap.schedules.hopper_plan import CLUSTERS, OPERANDS, SHARED_BYTES, SM_COUNT
+import numpy as np
+
+from tvmcap.schedules.hopper_columns import Columns, Sizes
+from tvmcap.schedules.hopper_plan import CLUSTERS, SHARED_BYTES, SM_COUNT
 from tvmcap.schedules.skinny_plan import skinny_bytes
 
 _CYCLES_A_US = 1665.0
@@ -33,79 +36,101 @@ _UNUSUAL = 0.04
 _FLIGHT_BYTES = 40e3  # that a multiprocessor must have asked for to get its share of HBM
 
 
-def estimate_us(gemm: Any, knobs: Any, sizes: tuple[int, int, int, int]) -> float:
-    """Estimate the microseconds of a setting; ``sizes`` are rows, columns, K and batch."""
-    rows, columns, k, batch = sizes
-    item = OPERANDS[str(gemm.a.dtype)][1]
-    floor = batch * (item * k * (rows + columns) + 2 * rows * columns) / _HBM_BYTES_A_US
-    if knobs.swapped:
-        shared = skinny_bytes(gemm, knobs)
-        return float(_SKINNY_US + _skinny_us(knobs, sizes, shared, floor))
-    us = _LAUNCH_US + max(floor, _busiest(knobs, sizes, item) / _CYCLES_A_US)
+_CLUSTERS = np.array([CLUSTERS.get(size, 1) for size in range(max(CLUSTERS) + 1)])
+
+
+def estimate_us(sizes: Sizes, knobs: Columns) -> Any:
+    """Estimate the microseconds of settings, an array of float64."""
+    moved = sizes.item * sizes.k * (sizes.rows + sizes.n) + 2 * sizes.rows * sizes.n
+    floor = sizes.batch * moved / _HBM_BYTES_A_US
+    us = np.empty(len(knobs.bm))
+    few, tiled = knobs.take(knobs.swapped), knobs.take(~knobs.swapped)
+    us[knobs.swapped] = _SKINNY_US + _skinny_us(few, sizes, floor)
+    us[~knobs.swapped] = _tiled_us(tiled, sizes, floor)
+    return us
+
+
+def _tiled_us(knobs: Columns, sizes: Sizes, floor: float) -> Any:
+    us = _LAUNCH_US + np.maximum(floor, _busiest(knobs, sizes) / _CYCLES_A_US)
     # what is not counted: usual values first, so that a short list holds different tiles
-    unusual = (knobs.group != 8) + (knobs.late != (knobs.groups == "tiles"))
-    unusual += (knobs.bk != 64) + (not knobs.persistent)
-    return float(us * (1.0 + _UNUSUAL * unusual))
+    unusual = (knobs.group != 8).astype(np.int64) + (knobs.late != (knobs.groups == "tiles"))
+    unusual += (knobs.bk != 64).astype(np.int64) + ~knobs.persistent
+    return us * (1.0 + _UNUSUAL * unusual)
 
 
-def _skinny_us(knobs: Any, sizes: tuple[int, int, int, int], shared: int, floor: float) -> Any:
+def _skinny_us(knobs: Columns, sizes: Sizes, floor: float) -> Any:
     """Microseconds of few rows: w comes from HBM once, x from the L2 cache for every tile."""
-    rows, columns, k, _ = sizes
-    row_tiles = _ceil(rows, knobs.bn)
-    ctas = _ceil(columns, knobs.bm) * row_tiles * knobs.split
-    resident = SHARED_BYTES // (shared + 1024)
-    flight = min(_ceil(ctas, SM_COUNT), resident) * knobs.stages * knobs.bm * knobs.bk * 2
-    starved = max(1.0, _FLIGHT_BYTES / flight)
-    traffic = 2.0 * ctas / knobs.split * k * (knobs.bm + knobs.bn)
+    row_tiles = ceil(sizes.rows, knobs.bn)
+    ctas = ceil(sizes.n, knobs.bm) * row_tiles * knobs.split
+    resident = SHARED_BYTES // (skinny_bytes(None, knobs) + 1024)
+    flight = np.minimum(ceil(ctas, SM_COUNT), resident) * knobs.stages * knobs.bm * knobs.bk * 2
+    starved = np.maximum(1.0, _FLIGHT_BYTES / flight)
+    traffic = 2.0 * ctas / knobs.split * sizes.k * (knobs.bm + knobs.bn)
     cached = traffic / (_L2_BYTES_A_CYCLE * SM_COUNT * _CYCLES_A_US)
     waves = ctas / (resident * SM_COUNT)
-    alone = 0.03 if resident == 1 and ctas > SM_COUNT else 0.0
-    late = 0.0 if knobs.dependent == (ctas <= SM_COUNT and knobs.bn > 8) else 0.05
-    factor = 1.0 + 0.2 * (row_tiles - 1) + 0.05 * max(waves - 1.0, 0.0) + alone + late
-    sums = 0.4 * knobs.split if knobs.split > 1 else 0.0
-    return max(_SKINNY_HBM * floor * starved, cached) * factor + sums
+    alone = np.where((resident == 1) & (ctas > SM_COUNT), 0.03, 0.0)
+    early = (ctas <= SM_COUNT) & (knobs.bn > 8)
+    late = np.where(knobs.dependent == early, 0.0, 0.05)
+    factor = 1.0 + 0.2 * (row_tiles - 1) + 0.05 * np.maximum(waves - 1.0, 0.0) + alone + late
+    sums = np.where(knobs.split > 1, 0.4 * knobs.split, 0.0)
+    return np.maximum(_SKINNY_HBM * floor * starved, cached) * factor + sums
 
 
-def _busiest(knobs: Any, sizes: tuple[int, int, int, int], item: int) -> Any:
+def _busiest(knobs: Columns, sizes: Sizes) -> Any:
     """Cycles of the multiprocessor with the most tiles."""
-    rows, columns, k, batch = sizes
-    cluster = knobs.cluster_m * knobs.cluster_n * knobs.split
-    tiles = _ceil(rows, knobs.bm * knobs.cluster_m) * _ceil(columns, knobs.bn * knobs.cluster_n)
-    waves = _ceil(batch * tiles, CLUSTERS[cluster])
-    active = min(batch * tiles, CLUSTERS[cluster]) * cluster
-    steps = _ceil(_ceil(k, knobs.bk), knobs.split)
-    step = _step(knobs, (columns, k), item, active)
-    alone = knobs.groups == "tiles"
+    clusters = _CLUSTERS[knobs.cluster_m * knobs.cluster_n * knobs.split]
+    waves = ceil(tiles_of_clusters(knobs, sizes), clusters)
+    steps = ceil(ceil(sizes.k, knobs.bk), knobs.split)
+    loop = steps * step_cycles(knobs, sizes)
     # 128 threads of a group on its own, or 256 that share: elements a scheduler gets
     epilogue = knobs.bm * knobs.bn / 128 * _ELEMENT_CYCLES
-    fixed = _LOAD_CYCLES + (_sum(knobs) if knobs.split > 1 else 0.0)
-    if knobs.split > 1:  # one tile a CTA
-        return waves * (fixed + steps * step + epilogue)
-    if alone:
-        return fixed + max(waves * steps * step, (waves - 1) * epilogue) + _TAIL * epilogue
-    return fixed + waves * (steps * step + epilogue)
+    fixed = _LOAD_CYCLES + np.where(knobs.split > 1, _sum(knobs), 0.0)
+    # one tile a CTA where it shares K; else warp groups take turns, or share each tile
+    one = waves * (fixed + loop + epilogue)
+    turns = fixed + np.maximum(waves * loop, (waves - 1) * epilogue) + _TAIL * epilogue
+    shared = fixed + waves * (loop + epilogue)
+    return np.where(knobs.split > 1, one, np.where(knobs.groups == "tiles", turns, shared))
 
 
-def _sum(knobs: Any) -> Any:
+def tiles_of_clusters(knobs: Columns, sizes: Sizes) -> Any:
+    """Tiles of a whole cluster, of all products."""
+    high = ceil(sizes.rows, knobs.bm * knobs.cluster_m)
+    return sizes.batch * high * ceil(sizes.n, knobs.bn * knobs.cluster_n)
+
+
+def _sum(knobs: Columns) -> Any:
     """Cycles until the partial sums of a cluster have met, each CTA sending what others own."""
     sent = 4.0 * knobs.bm * knobs.bn * (knobs.split - 1) / knobs.split
     return _SUM_CYCLES + sent / _SUM_BYTES_A_CYCLE
 
 
-def _step(knobs: Any, pitches: tuple[int, int], item: int, active: int) -> float:
+def mma_cycles(knobs: Columns, sizes: Sizes) -> Any:
+    """Cycles of the tensor cores in a k step."""
+    width = np.where(knobs.groups == "columns", knobs.bn / 2, knobs.bn)
+    mma = 2.0 * knobs.bm * knobs.bn * knobs.bk * (sizes.item / 2) / _FLOPS_A_CYCLE
+    return mma * (1.0 + (_NARROW / width) ** 2)  # wgmma reads its operands from shared memory
+
+
+def load_cycles(knobs: Columns, sizes: Sizes) -> Any:
+    """Cycles of the loads of a k step, from the L2 cache that all that are active share."""
+    cluster = knobs.cluster_m * knobs.cluster_n * knobs.split
+    active = np.minimum(tiles_of_clusters(knobs, sizes), _CLUSTERS[cluster]) * cluster
+    rate = np.minimum(_L2_BYTES_A_CYCLE * SM_COUNT / active, _ALONE_BYTES_A_CYCLE)
+    lines = all(pitch * sizes.item % 128 == 0 for pitch in (sizes.n, sizes.k))
+    rate = rate * (1.0 if lines else _UNALIGNED)
+    loaded = (knobs.bm / knobs.cluster_n + knobs.bn / knobs.cluster_m) * knobs.bk * sizes.item
+    return loaded / rate
+
+
+def step_cycles(knobs: Columns, sizes: Sizes) -> Any:
     """Cycles of a k step: the tensor cores, the loads, or their latency over the ring."""
-    width = knobs.bn / 2 if knobs.groups == "columns" else knobs.bn
-    mma = 2.0 * knobs.bm * knobs.bn * knobs.bk * (item / 2) / _FLOPS_A_CYCLE
-    mma *= 1.0 + (_NARROW / width) ** 2  # wgmma reads its operands from shared memory
-    rate = min(_L2_BYTES_A_CYCLE * SM_COUNT / active, _ALONE_BYTES_A_CYCLE)
-    rate *= 1.0 if all(pitch * item % 128 == 0 for pitch in pitches) else _UNALIGNED
-    loaded = (knobs.bm / knobs.cluster_n + knobs.bn / knobs.cluster_m) * knobs.bk * item
-    far = knobs.cluster_m * knobs.cluster_n > 1
-    latency = _LOAD_CYCLES / knobs.stages
-    barrier = 0.0 if knobs.groups == "tiles" else _BARRIER_CYCLES  # the other group fills it
-    wait = 1.0 if not far else _FAR_APART if knobs.groups == "tiles" else _FAR
-    return float(max(mma, loaded / rate, latency) + barrier) * wait
+    turns, far = knobs.groups == "tiles", knobs.cluster_m * knobs.cluster_n > 1
+    barrier = np.where(turns, 0.0, _BARRIER_CYCLES)  # the other group fills it
+    wait = np.where(far, np.where(turns, _FAR_APART, _FAR), 1.0)
+    busy = np.maximum(mma_cycles(knobs, sizes), load_cycles(knobs, sizes))
+    return (np.maximum(busy, _LOAD_CYCLES / knobs.stages) + barrier) * wait
 
 
-def _ceil(extent: int, step: int) -> int:
+def ceil(extent: Any, step: Any) -> Any:
+    """Return how many steps cover an extent."""
     return -(-extent // step)

@@ -19,13 +19,14 @@ from tvm import tirx
 from tvmcap.kernel.template import Template
 from tvmcap.schedules import gemm_match, hopper_reasons, skinny_kernel
 from tvmcap.schedules.gemm_match import Gemm
+from tvmcap.schedules.hopper_columns import Columns, sizes_from_record, sizes_of
 from tvmcap.schedules.hopper_estimate import estimate_us
+from tvmcap.schedules.hopper_features import FEATURES, features
 from tvmcap.schedules.hopper_kernel import gemm_kernel, launch_params
-from tvmcap.schedules.hopper_plan import SHARED_BYTES, SM_COUNT, plan
+from tvmcap.schedules.hopper_plan import SHARED_BYTES, plan
 
 RANGES = (16, 64, 256, 1024, 4096)
 """Rows up to which a default serves where their number is symbolic; the last serves any."""
-GROUPS = ("rows", "columns", "tiles")
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,15 @@ def _swapped_form(knobs: Knobs) -> Knobs:
 
 def deepest(gemm: Gemm, knobs: Knobs) -> Knobs | None:
     """Return a setting with as many stages as fit, two at least; None where it cannot run."""
-    for stages in range(16, 1, -1):
-        deep = replace(knobs, stages=stages)
-        if fits(gemm, deep):
-            return deep
-    return None
+    empty, one = (_shared_bytes(gemm, replace(knobs, stages=stages)) for stages in (0, 1))
+    deep = replace(knobs, stages=min((SHARED_BYTES - empty) // (one - empty), 16))
+    return deep if deep.stages >= 2 and fits(gemm, deep) else None
+
+
+def _shared_bytes(gemm: Gemm, knobs: Knobs) -> int:
+    return (
+        skinny_kernel.skinny_bytes(gemm, knobs) if knobs.swapped else plan(gemm, knobs).shared_bytes
+    )
 
 
 def space(gemm: Gemm, target: Any) -> list[Knobs]:
@@ -168,14 +173,15 @@ def _tiled(
 ) -> list[Knobs]:
     tma = stores_through_tma(gemm)
     found = []
-    for (bm, bn, groups), bk, (cm, cn), late in itertools.product(TILES, steps, SHARING, lates):
+    for (bm, bn, groups), bk, (cm, cn) in itertools.product(TILES, steps, SHARING):
         for split in (1, 2, 4):
             store = tma and split == 1
-            first = Knobs(bm, bn, bk, 2, groups, cm, cn, split, orders[0], True, late, store)
+            first = Knobs(bm, bn, bk, 2, groups, cm, cn, split, orders[0], True, False, store)
             deep = deepest(gemm, first)
             if deep is not None and deep.stages >= (3 if bk > 64 else 2):
                 walks = orders if split == 1 else (8,)
-                found += [replace(deep, group=order) for order in walks]
+                both = itertools.product(lates, walks)
+                found += [replace(deep, late=late, group=order) for late, order in both]
     apart = (replace(k, persistent=False) for k in found if k.group == 8)
     return found + [k for k in apart if len(orders) > 1 and fits(gemm, k)]
 
@@ -218,23 +224,14 @@ def ranges(gemm: Gemm, target: Any) -> list[tuple[int | None, Knobs]]:
 
 
 def _best(gemm: Gemm, points: Sequence[Knobs], rows: int) -> Knobs:
-    sizes = (rows, *_sizes(gemm)[1:])
-    return min(points, key=lambda knobs: estimate_us(gemm, knobs, sizes))
+    times = estimate_us(sizes_of(gemm, rows), Columns.of(points))
+    return points[int(np.argmin(times))]
 
 
-def _sizes(gemm: Gemm) -> tuple[int, int, int, int]:
-    """Rows, columns, K and batch, a typical one where symbolic."""
-    batch = 1
-    for extent in gemm.batch:
-        batch *= extent if isinstance(extent, int) else 16
-    rows, n, k = (e if isinstance(e, int) else RANGES[-2] for e in (gemm.rows, gemm.n, gemm.k))
-    return rows, n, k, batch
-
-
-def estimate(gemm: Gemm, knobs: Sequence[Knobs], target: Any) -> list[float]:
-    """Estimate the microseconds of settings, good for an order."""
-    sizes = _sizes(gemm)
-    return [estimate_us(gemm, point, sizes) for point in knobs]
+def estimate(problem: Any, knobs: Sequence[Knobs], target: Any) -> list[float]:
+    """Estimate the microseconds of settings of a Gemm (or Sizes), good for an order."""
+    found: list[float] = estimate_us(sizes_of(problem), Columns.of(knobs)).tolist()
+    return found
 
 
 def lower(func: tirx.PrimFunc, gemm: Gemm, knobs: Knobs, target: Any) -> tirx.PrimFunc:
@@ -248,30 +245,6 @@ def lower(func: tirx.PrimFunc, gemm: Gemm, knobs: Knobs, target: Any) -> tirx.Pr
     return tirx.PrimFunc(func.params, kernel.body).with_attr(attrs)
 
 
-_FIELDS = tuple(Knobs.__dataclass_fields__)
-FEATURES = ("rows", "n", "k", "batch", *_FIELDS, "tiles", "fill", "steps", "estimate_us")
-
-
-def features(
-    gemm: Gemm, knobs: Sequence[Knobs], target: Any
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
-    rows, n, k, batch = sizes = _sizes(gemm)
-    table = []
-    for point, us in zip(knobs, estimate(gemm, knobs, target), strict=True):
-        high, wide = (n, rows) if point.swapped else (rows, n)
-        tiles = batch * -(-high // point.bm) * -(-wide // point.bn) * point.split
-        fill = tiles / (-(-tiles // SM_COUNT) * SM_COUNT)
-        steps = -(-k // (point.bk * point.split))
-        values = [_number(getattr(point, name)) for name in _FIELDS]
-        table.append([*sizes, *values, tiles, fill, steps, us])
-    return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
-
-
-def _number(value: Any) -> float:
-    return float(GROUPS.index(value)) if isinstance(value, str) else float(value)
-
-
 TEMPLATE = Template(
     name="hopper_gemm",
     knobs=Knobs,
@@ -283,6 +256,7 @@ TEMPLATE = Template(
     feature_names=FEATURES,
     ranges=ranges,
     estimate=estimate,
+    recall=sizes_from_record,
     refuse=hopper_reasons.refuse,
     modules=(
         "tvmcap.schedules.gpu_epilogue",

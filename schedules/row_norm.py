@@ -7,6 +7,7 @@ between the passes, so that memory sees one read of every input and one write of
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,9 +181,11 @@ def lower(func: tirx.PrimFunc, program: RowProgram, knobs: Knobs, target: Any) -
 
 
 FEATURES = tuple(
-    "rows columns bytes passes threads block vector registers shared reload recompute resident"
-    " dependent steps blocks held waves estimate_us".split()
+    "log_rows log_columns bytes passes threads block vector registers shared reload recompute"
+    " resident dependent steps lanes blocks held occupancy waves fill flight tight short"
+    " log_floor_us log_estimate_us".split()
 )
+_HBM_BYTES_A_US = 4.3e6
 
 
 def features(
@@ -190,15 +193,22 @@ def features(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
     rows = program.rows if isinstance(program.rows, int) else MANY
-    problem = [rows, program.columns, sum(row_bytes(program)), row_plan.passes(program)]
+    read, written = row_bytes(program)
+    logs = [math.log2(max(rows, 1)), math.log2(program.columns)]
+    problem = [*logs, read + written, row_plan.passes(program)]
+    floor = math.log(max(rows * (read + written), 1) / _HBM_BYTES_A_US)
     table = []
     for k, us in zip(knobs, estimate(program, knobs, target), strict=True):
-        blocks, held = -(-rows // k.rows), resident_blocks(program, k)
-        shape = [k.threads, k.threads * k.rows, k.vector]
+        blocks, held, each = -(-rows // k.rows), resident_blocks(program, k), steps(program, k)
+        block, waves = k.threads * k.rows, -(-blocks // (SM_COUNT * held))
         stays = [kept_registers(program, k), shared_bytes(program, k), k.keep == "reload"]
-        flags = [k.recompute, k.resident, k.dependent]
-        waves = -(-blocks // (SM_COUNT * held))
-        table.append([*problem, *shape, *stays, *flags, steps(program, k), blocks, held, waves, us])
+        setting = [k.threads, block, k.vector, *stays, k.recompute, k.resident, k.dependent, each]
+        lanes = program.columns / (k.threads * k.vector * each)
+        fill = blocks / (waves * SM_COUNT * held)
+        flight = min(max(blocks / SM_COUNT, 1.0), held) * k.rows * read
+        full = [lanes, blocks, held, held * block / THREADS, waves, fill, flight]
+        close = [is_tight(program, k), is_short(program, k), floor, math.log(us)]
+        table.append([*problem, *setting, *full, *close])
     return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
 
 

@@ -70,6 +70,7 @@ class Spy:
 def test_trials_are_split_over_sizes_and_resumed(tmp_path: Path) -> None:
     spy = Spy()
     first = run(tmp_path, 8, progress=spy)
+    assert 0 < first.overhead_s < first.seconds and "s of it choosing" in str(first)
     assert first.trials == 8 and first.stopped == "trials" and not first.failures
     assert {r.name for r in first.results} == {"matmul[B=1]", "matmul[B=16]", "matmul[B=64]"}
     assert spy.calls[0] == ("start", 8) and spy.calls[-1] == ("finish",)

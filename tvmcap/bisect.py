@@ -23,6 +23,7 @@ from tvmcap.base.errors import TvmcapError
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.capture.export import Captured, capture
 from tvmcap.kernel import fallback
+from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import lower
 from tvmcap.runtime.vendor import NEEDS_TORCH, provide
@@ -120,7 +121,8 @@ def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, 
     if config.vendor_matmul:
         provide((NEEDS_TORCH,), "this program")
     front = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
-    passes = [*front, *pipeline.back(target, lookup, trace)]
+    choose = None if config.tune == "none" else Chooser(stores, target)
+    passes = [*front, *pipeline.back(target, lookup, trace, choose)]
     stages = [("capture", captured.mod)]
     for step in passes:
         if step[0] not in config.disable:

@@ -17,7 +17,8 @@ from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLi
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import capture, fingerprint
 from tvmcap.compiled import Compiled
-from tvmcap.kernel import apply, registry
+from tvmcap.kernel import apply, models, registry
+from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.runtime.executor import Executor
@@ -125,7 +126,9 @@ def _make(
     def lookup(task: Any) -> Any:
         return [] if config.tune == "none" else stores.best_by_size(task.key, target)
 
-    planned = pipeline.run(fused, pipeline.back(target, lookup, trace), target, config, trace)
+    choose = None if config.tune == "none" else Chooser(stores, target)
+    back = pipeline.back(target, lookup, trace, choose)
+    planned = pipeline.run(fused, back, target, config, trace)
     bare, large = weights.lift(planned)
     executable = trace.timed("lower", lambda: lower.lower(bare, target))
     manifest = Manifest(
@@ -193,8 +196,9 @@ def _identity(
 
 
 def _stamp(stores: Any) -> list[list[Any]]:
-    """Tell one state of the record files from another without reading them."""
-    files = [store.path for store in stores.stores if store.path.is_file()]
+    """Tell one state of the files of records and models from another without reading them."""
+    found = [(store.path, *models.files(store.folder)) for store in stores.stores]
+    files = [path for paths in found for path in paths if path.is_file()]
     return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 

@@ -23,6 +23,7 @@ from tvmcap.base.signature import evaluate
 from tvmcap.capture import precision
 from tvmcap.graph import canonicalize, fuse, layout, vendor
 from tvmcap.kernel import apply, cpu_rows, spaces
+from tvmcap.kernel.choice import Choose
 from tvmcap.library import plan
 
 logger = logging.getLogger("tvmcap")
@@ -82,13 +83,21 @@ def one_kernel(func: tvm.tirx.PrimFunc, target: Any) -> bool:
     return target.kind.name == "llvm" and cpu_rows.is_rowwise(func)
 
 
-def back(target: Any, lookup: apply.Lookup, trace: Trace) -> list[tuple[str, Pass]]:
+def back(
+    target: Any, lookup: apply.Lookup, trace: Trace, choose: Choose | None = None
+) -> list[tuple[str, Pass]]:
     """From fused kernels to scheduled kernels with storage: what codegen takes."""
     return [
-        # a record where one exists, else a rule
+        # a record where one exists, else a cost model's choice, else a rule
         (
             "schedule",
-            partial(apply.schedule, target=target, lookup=lookup, coverage=trace.coverage),
+            partial(
+                apply.schedule,
+                target=target,
+                lookup=lookup,
+                coverage=trace.coverage,
+                choose=choose,
+            ),
         ),
         # after schedule: kernels may ask for workspace
         ("plan", plan.plan),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tvmcap.base.config import Config
-from tvmcap.kernel import measure, search, tasks
+from tvmcap.kernel import measure, models, search, tasks, template_search
 from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement
 from tvmcap.kernel.stores import open_stores
@@ -33,12 +34,14 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return open_stores(Config(log_dir=str(tmp_path / "log")), TARGET)
 
 
-def wide_session(stores, seed: int = 0, template=WIDE) -> search.TemplateSession:
+def wide_session(stores, seed: int = 0, template=WIDE, model=None):
     def find(func, target):
         return template, fake.match(func, target)
 
     (task,) = tasks.extract(fake.module(), TARGET, find)
-    return search.TemplateSession(task, {"B": 16}, TARGET, stores, seed, RankModel(seed))
+    return template_search.TemplateSession(
+        task, {"B": 16}, TARGET, stores, seed, model or RankModel(seed)
+    )
 
 
 def play(session: search.Session, stores, count: int) -> list[int]:
@@ -115,7 +118,7 @@ def test_a_batch_comes_from_what_the_estimate_puts_first(stores) -> None:
     left = sorted((k.tile for k in MANY if k.tile not in default), key=lambda t: abs(t - 20))
     for count in (1, 2, 3):  # without a model, and with one
         batch = play(session, stores, count)
-        nearest = abs(left[search._SHORT_LIST * count - 1] - 20)
+        nearest = abs(left[template_search._SHORT_LIST * count - 1] - 20)
         assert len(batch) == count and all(abs(t - 20) <= nearest for t in batch)
         left = [t for t in left if t not in batch]
 
@@ -133,6 +136,46 @@ def test_the_model_chooses_within_the_short_list(stores) -> None:
     session = wide_session(stores, template=estimated([]))
     first, _, third = (play(session, stores, 6) for _ in range(3))
     assert np.mean([abs(t - 30) for t in third]) < np.mean([abs(t - 30) for t in first[1:]])
+
+
+def timed(session, stores, count: int, spread: float) -> int:
+    """Measure a batch whose times follow the tile, with a spread; return how many there were."""
+    proposals = session.propose(count)
+    results = []
+    for p in proposals:
+        us = 10.0 + abs(p.knobs["tile"] - 30)
+        results.append(Measurement(us, us * (1 - spread), us * (1 + spread), 5))
+    for p, r in zip(proposals, results, strict=True):
+        stores.append([session.record(p, r)])
+    session.notify(proposals, results)
+    return len(proposals)
+
+
+def test_stops_where_the_rest_should_gain_less_than_the_noise(stores) -> None:
+    session = wide_session(stores)
+    counts = [timed(session, stores, 8, 0.2) for _ in range(5)]
+    assert counts[:2] == [8, 8] and counts[-1] == 0 and session.converged
+    assert session.best().median_us <= 11.0
+    again = wide_session(stores, model=models.ready(stores, WIDE, TARGET))
+    assert again.propose(8) == [] and again.converged  # records tell as much
+
+
+def test_without_noise_everything_is_tried(stores) -> None:
+    session = wide_session(stores)
+    assert [timed(session, stores, 8, 0.0) for _ in range(6)] == [8, 8, 8, 8, 8, 0]
+    assert not session.converged
+
+
+def test_a_pretrained_model_ranks_all_that_fits(stores) -> None:
+    """What the estimate puts last comes first where records of another size say so."""
+    template = estimated([])
+    task = wide_session(stores, template=template).task
+    rows = template.features(task.problem.__class__(32, 32, 48), MANY, TARGET)
+    model = RankModel(0, template.feature_names)
+    model.pretrain([Group("g", rows, tuple(10.0 + abs(k.tile - 40) for k in MANY), {}, {})])
+    own = template_search.TemplateSession(task, {"B": 16}, TARGET, stores, 0, model)
+    first = [p.knobs["tile"] for p in own.propose(6)][1:]
+    assert sum(t > 34 for t in first) >= 3
 
 
 @pytest.fixture(scope="module")

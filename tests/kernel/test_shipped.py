@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tvmcap.base.codegen import make_target
+from tvmcap.kernel import models
+from tvmcap.kernel.dataset import data_hash
 from tvmcap.kernel.fingerprint import tvm_version
-from tvmcap.kernel.records import RecordStore
+from tvmcap.kernel.loop_features import LOOP_NESTS
+from tvmcap.kernel.records import Record, RecordStore
 from tvmcap.kernel.template import source_hash
 from tvmcap.schedules import TEMPLATES
 
 FOLDER = Path(__file__).parents[2] / "tuning_logs"
+MODELS = sorted(FOLDER.glob("*/*.model.json"))
 STORES = [RecordStore(path.parent) for path in sorted(FOLDER.glob("*/records.jsonl"))]
 REFRESH = (
     "a template's source has changed since its records were measured, so build no longer uses "
@@ -27,6 +33,28 @@ def test_shipped_records_are_whole_and_small(store: RecordStore) -> None:
         assert record.target["kind"] == store.folder.name
         assert record.error is None and record.median_us is not None and record.median_us > 0
         assert record.p10_us is not None and record.p90_us is not None and record.samples >= 3
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda p: p.name)
+def test_shipped_models_are_of_the_shipped_records(path: Path) -> None:
+    """Whole, for today's features, and learnt from what stands beside them."""
+    kinds = {kind.name: kind for kind in (*TEMPLATES, LOOP_NESTS)}
+    kind = kinds[path.name.removesuffix(models.SUFFIX)]
+    records = RecordStore(path.parent).records
+    target = target_of(records[0])
+    model = models.load(path, kind, target)
+    assert model.source == data_hash(models.groups(records, kind, target))
+
+
+def target_of(record: Record) -> Any:
+    """Return the target that a record was measured on."""
+    kind, arch = record.target["kind"], record.target["arch"]
+    if kind == "cuda":
+        return make_target({"kind": kind, "arch": arch})
+    features = {"mattr": record.target["features"]} if record.target["features"] else {}
+    return make_target(
+        {"kind": kind, "mcpu": arch, "num-cores": record.target["cores"], **features}
+    )
 
 
 @pytest.mark.parametrize("store", STORES, ids=lambda s: s.folder.name)

@@ -12,7 +12,8 @@ from typing import Any
 from tests.schedules.hopper import Case
 from tests.schedules.products import TARGET, product
 from tvmcap.schedules import hopper_gemm as hopper
-from tvmcap.schedules.hopper_gemm import GROUPS, TILES, Knobs
+from tvmcap.schedules.hopper_columns import GROUPS
+from tvmcap.schedules.hopper_gemm import TILES, Knobs
 
 ROWS = tuple({"B": rows} for rows in (1, 63, 65, 2049))
 EIGHTS = tuple({"T": rows} for rows in (1, 8, 257))

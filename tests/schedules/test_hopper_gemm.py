@@ -290,5 +290,7 @@ def test_the_source_hash_covers_every_module_that_writes_kernels() -> None:
     kernels = {"tvmcap.schedules.hopper_kernel", "tvmcap.schedules.skinny_kernel"}
     writing = kernels.union(*(imported(name) for name in kernels)) - READING
     assert writing == set(hopper.TEMPLATE.modules)
-    others = {f"tvmcap.schedules.hopper_{name}" for name in ("estimate", "reasons")}
+    others = {
+        f"tvmcap.schedules.hopper_{name}" for name in ("columns", "estimate", "features", "reasons")
+    }
     assert imported(hopper.__name__) == writing | READING | others

@@ -16,7 +16,8 @@ import pytest
 
 from tests.schedules.hopper_cases import GROUPS_OF_CASES, chain
 from tvmcap.base import codegen
-from tvmcap.schedules.hopper_gemm import GROUPS, TILES
+from tvmcap.schedules.hopper_columns import GROUPS
+from tvmcap.schedules.hopper_gemm import TILES
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240

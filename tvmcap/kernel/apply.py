@@ -13,6 +13,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmcap.kernel import fallback, intrinsics, spaces, tasks, traces
+from tvmcap.kernel.choice import Choice, Choose
 from tvmcap.kernel.records import Record
 
 logger = logging.getLogger("tvmcap")
@@ -60,9 +61,16 @@ class Served:
 
 
 def schedule(
-    mod: tvm.IRModule, target: Any, lookup: Lookup, coverage: list[Served]
+    mod: tvm.IRModule,
+    target: Any,
+    lookup: Lookup,
+    coverage: list[Served],
+    choose: Choose | None = None,
 ) -> tvm.IRModule:
-    """Ensures every PrimFunc is scheduled; appends to ``coverage`` what serves each."""
+    """Ensures every PrimFunc is scheduled; appends to ``coverage`` what serves each.
+
+    A record at the very size decides, else ``choose`` (a cost model), else the rule or default.
+    """
     functions = dict(mod.functions.items())
     found = {name: task for task in tasks.extract(mod, target, spaces.find) for name in task.names}
     for gvar, func in mod.functions.items():
@@ -80,7 +88,7 @@ def schedule(
             )
             continue
         own = task if task.name == gvar.name_hint else tasks.make_task(func, target, spaces.find)
-        variants, served = _serve(own, list(lookup(task)), target)
+        variants, served = _serve(own, list(lookup(task)), target, choose)
         if task.name == gvar.name_hint:
             coverage.append(served)
         functions.update(_attach(gvar, variants, len(getattr(own.problem, "batch", ()))))
@@ -88,12 +96,14 @@ def schedule(
 
 
 def _serve(
-    task: tasks.Task, records: list[Record], target: Any
+    task: tasks.Task, records: list[Record], target: Any, choose: Choose | None
 ) -> tuple[list[tuple[int | None, Any]], Served]:
     """Kernels of a task as (largest number of rows or None, PrimFunc), and the report."""
     seen = {_sizes_text(r): f"{r.median_us:.1f} us {r.candidate[:120]}" for r in records}
     if task.template is not None:
-        choices = _choose(task, records, target)
+        known = [r.sizes["rows"] for r in records]
+        choice = None if choose is None else choose(task, known)
+        choices = _choose(task, records, target, choice)
         made = [
             (bound, task.template.lower(task.func, task.problem, knobs, target))
             for bound, knobs in choices
@@ -103,7 +113,9 @@ def _serve(
         ranges = {
             "any" if b is None else f"<={b}": task.template.knobs_to_json(k) for b, k in choices
         }
-        reason = _reason(task, target, "" if records else "no record; the template's default")
+        reason = _reason(task, target, _missing(records, choice))
+        if choice is not None and isinstance(task.problem.rows, int):
+            seen = {}  # records of other numbers of rows decided nothing
         return made, Served(
             task.name, f"template:{task.template.name}", task.count, True, seen, ranges, reason
         )
@@ -143,23 +155,39 @@ def _reason(task: tasks.Task, target: Any, missing: str) -> str:
     return "; ".join(filter(None, [spaces.refusals(task.func, target), missing]))
 
 
+def _missing(records: list[Record], choice: Choice | None) -> str:
+    """Say what decides where no record does."""
+    if choice is None:
+        return "" if records else "no record; the template's default"
+    rows = ", ".join(map(str, sorted(choice.knobs)))
+    where = f"no record at {rows} rows" if records else "no record"
+    return f"{where}; the cost model's choice ({choice.model})"
+
+
 def _sizes_text(record: Record) -> str:
     return ", ".join(f"{k}={v}" for k, v in record.sizes.items()) or "static"
 
 
-def _choose(task: tasks.Task, records: list[Record], target: Any) -> list[tuple[int | None, Any]]:
+def _choose(
+    task: tasks.Task, records: list[Record], target: Any, choice: Choice | None
+) -> list[tuple[int | None, Any]]:
     """Knobs by range of rows: each tuned size rules up to the geometric mean with the next.
 
-    A representative size without a record keeps the default, and equal neighbours merge.
+    A representative size without a record has the model's choice, else the default, and equal
+    neighbours merge.
     """
     defaults = _defaults(task, target)
+    chosen = {} if choice is None else dict(choice.knobs)
     tuned = {r.sizes["rows"]: task.template.knobs_from_json(r.candidate) for r in records}
     if isinstance(task.problem.rows, int):
-        return [(None, _nearest(tuned, task.problem.rows) or defaults[0][1])]
-    if not tuned:
+        rows = task.problem.rows
+        near = tuned.get(rows) or chosen.get(rows) or _nearest(tuned, rows)
+        return [(None, near or defaults[0][1])]
+    if not tuned and not chosen:
         return defaults
     steps = {task.record_sizes(sizes)["rows"]: None for sizes in task.sizes()}
-    steps = {n: next(k for b, k in defaults if b is None or n <= b) for n in steps} | tuned
+    steps = {n: next(k for b, k in defaults if b is None or n <= b) for n in steps}
+    steps |= chosen | tuned
     merged: list[tuple[int, int, Any]] = []  # (smallest rows, largest rows, knobs)
     for rows, knobs in sorted(steps.items()):
         if merged and merged[-1][2] == knobs:

@@ -39,7 +39,15 @@ def replay(func: Any, trace: Sequence[Any]) -> Any:
 
 def annotate(func: Any, knobs_json: str) -> Any:
     """Return a schedule of ``func`` whose trace is one annotation that holds the knobs."""
-    sch = new_schedule(func)
+    return annotated(new_schedule(func), knobs_json)
+
+
+def annotated(plain: Any, knobs_json: str) -> Any:
+    """Return what ``annotate`` does from a schedule of the function, which stays as it is.
+
+    To copy a schedule costs far less than to copy its function.
+    """
+    sch = plain.copy()
     sch.annotate(sch.get_sblock("root"), KNOBS, knobs_json)
     return sch
 

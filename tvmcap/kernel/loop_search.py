@@ -10,8 +10,11 @@ import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
 from tvmcap.kernel import tensor_core
+from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.database import add_to_database, plain_json
+from tvmcap.kernel.dataset import group_name
 from tvmcap.kernel.features import copy_func, replay
+from tvmcap.kernel.loop_features import FEATURES, LoopCostModel, loop_features
 from tvmcap.kernel.measure import Candidate
 from tvmcap.kernel.records import Record, canonical
 from tvmcap.kernel.search import Proposal, Session, new_context
@@ -21,13 +24,13 @@ from tvmcap.kernel.tasks import Task
 _POPULATION = 128
 _GENERATIONS = 3
 _FRESH = 50
-_WARMUP = 8
-_PER_ITERATION = 8
+_PER_ITERATION = 16  # evolution takes as long for one candidate as for many
 _MANY = 1 << 20
+_TRIES = 3
 
 
 class LoopNestSession(Session):
-    """MetaSchedule's evolutionary search with its own rules, at a static size."""
+    """MetaSchedule's evolutionary search with its own rules and our cost model."""
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class LoopNestSession(Session):
         stores: Stores,
         seed: int,
         fallback: Callable[[Any, Any], Any] | None = None,
+        model: RankModel | None = None,
     ) -> None:
         super().__init__(task, sizes, target, stores, seed)
         first = fallback is not None and "[]" not in self.done
@@ -55,7 +59,9 @@ class LoopNestSession(Session):
         self._context = new_context(
             self.bound, target, self.name, seed, tensor_core.space(self.bound, target), strategy
         )
-        self._cost_model = ms.cost_model.XGBModel(num_warmup_samples=_WARMUP, num_tuning_cores=1)
+        group = group_name(task.workload_hash, self.record_sizes)
+        known = RankModel(seed, FEATURES) if model is None else model
+        self._cost_model = LoopCostModel(known, group)
         self._started = False
 
     def propose(self, count: int) -> list[Proposal]:
@@ -78,12 +84,23 @@ class LoopNestSession(Session):
         return first
 
     def _generate(self) -> list[Proposal]:
+        """Return a batch of traces never measured; some rounds bring up what the records hold."""
         found: list[Proposal] = []
-        for measured in self._context.generate_measure_candidates() or []:
+        for _ in range(_TRIES):
+            found += self._fresh()
+            if len(found) >= _PER_ITERATION // 2:
+                break
+        return found
+
+    def _fresh(self) -> list[Proposal]:
+        found: list[Proposal] = []
+        batch = list(self._context.generate_measure_candidates() or [])
+        for measured, row in zip(batch, loop_features(self._context, batch), strict=True):
             trace = plain_json(measured.sch.trace.as_json())
             if canonical(trace) not in self.done:
                 candidate = self._candidate(canonical(trace), measured.sch.mod["main"])
-                found.append(Proposal(candidate, measured, trace=trace))
+                features = [float(f"{x:.5g}") for x in row]
+                found.append(Proposal(candidate, measured, trace=trace, features=features))
         return found
 
     def repeat(self, records: Sequence[Record]) -> list[Proposal]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -46,8 +47,10 @@ class TuneRun:
     results: one a task and size.
     trials: candidates measured; ``failures`` counts those that failed, by cause.
     seconds: duration; ``log``: the file of records.
+    overhead_s: seconds of it in which the search chose and learnt.
     curve: (trials so far, task, its best microseconds), one a batch.
-    stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try) or ``"interrupted"``.
+    stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try), ``"converged"``
+        (what is left should gain less than the noise of a measurement) or ``"interrupted"``.
     """
 
     results: tuple[TaskResult, ...]
@@ -57,6 +60,7 @@ class TuneRun:
     log: str
     curve: tuple[tuple[int, str, float], ...]
     stopped: str
+    overhead_s: float = 0.0
 
     @property
     def interrupted(self) -> bool:
@@ -77,7 +81,10 @@ class TuneRun:
             times = f"{_us(r.before_us):>10}  {_us(r.after_us):>10}"
             lines.append(f"{r.name:{width}}  {times}  {gain:>6}  {r.trials:6}")
         failed = ", ".join(f"{n} {cause}" for cause, n in sorted(self.failures.items())) or "none"
-        spent = f"{self.trials} trials in {self.seconds:.0f} s (stopped: {self.stopped})"
+        spent = (
+            f"{self.trials} trials in {self.seconds:.0f} s, {self.overhead_s:.1f} s of it choosing "
+        )
+        spent += f"(stopped: {self.stopped})"
         lines.append(f"{spent}; failures: {failed}")
         lines.append(f"records: {self.log}")
         return "\n".join(lines)
@@ -85,3 +92,14 @@ class TuneRun:
 
 def _us(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} us"
+
+
+def all_failed(name: str, results: Sequence[Any]) -> str:
+    """Say that every measurement of a first batch failed, and of what."""
+    causes = Counter(r.cause for r in results)
+    counted = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
+    first = next(r for r in results if r.cause == causes.most_common(1)[0][0])
+    return (
+        f"all {len(results)} candidates of the first batch failed ({counted}), so tuning {name} "
+        f"cannot go on; mend the cause and tune again. The first failure:\n{first.message}"
+    )

@@ -53,6 +53,8 @@ class Template:
         ``default`` for all.
     estimate: ``(problem, knobs, target)`` to rough microseconds of each setting, by which tuning
         draws up its short list; None: there is no such order.
+    recall: ``(workload, sizes)`` of a record to a problem that ``features`` and ``estimate`` take,
+        or None; without it what a record says of its features counts.
     refuse: ``(func, target)`` to words that say why a kernel of the family is not served; None for
         one that is, or that is none of the family.
     modules: names of the modules whose source, with that of ``lower``, decides what a setting
@@ -69,6 +71,7 @@ class Template:
     feature_names: tuple[str, ...]
     ranges: Callable[[Any, Any], list[tuple[int | None, Any]]] | None = None
     estimate: Callable[[Any, Sequence[Any], Any], Sequence[float]] | None = None
+    recall: Callable[[Mapping[str, Any], Mapping[str, int]], Any] | None = None
     refuse: Callable[[Any, Any], str | None] | None = None
     modules: tuple[str, ...] = ()
 

@@ -6,21 +6,24 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
 from tvmcap.kernel import fallback, tasks
+from tvmcap.kernel import models as cost_models
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.interrupt import interruptible
+from tvmcap.kernel.loop_features import LOOP_NESTS
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
-from tvmcap.kernel.results import Progress, TaskResult, TuneRun
-from tvmcap.kernel.search import Proposal, Session, TemplateSession
+from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
+from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
+from tvmcap.kernel.template_search import TemplateSession
 
 logger = logging.getLogger("tvmcap")
 
@@ -64,6 +67,7 @@ class Run:
     trials: int = 0
     stopped: str = "exhausted"
     unmeasured: TuneError | None = None
+    overhead_s: float = 0.0
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -101,13 +105,12 @@ class Run:
         self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
     ) -> list[Entry]:
         models: dict[str, RankModel] = {}
-        known = self.stores.usable(self.target)
         entries: list[Entry] = []
         for task in found:
             chosen = task.sizes(sizes)
             flops, nbytes = tasks.work(task, chosen[-1])
             for at in chosen:
-                session = self._session(task, at, models, known)
+                session = self._session(task, at, models)
                 best = session.best()
                 weight = task.count * max(flops, 4 * nbytes) / len(chosen)
                 entries.append(Entry(session, weight, 0, None if best is None else best.candidate))
@@ -125,21 +128,20 @@ class Run:
         task: tasks.Task,
         at: dict[str, int],
         models: dict[str, RankModel],
-        known: list[Record],
     ) -> Session:
         seed = self.config.seed
         if task.template is None:
-            return LoopNestSession(
-                task, at, self.target, self.stores, seed, lambda f, t: fallback.schedule(f, t)[0]
-            )
-        name = task.template.name
-        if name not in models:
-            models[name] = RankModel(seed)
-            models[name].add_records(
-                r for r in known if r.template == name and r.template_hash == task.key.template_hash
-            )
-            models[name].fit()
-        return TemplateSession(task, at, self.target, self.stores, seed, models[name])
+            model = self._model(LOOP_NESTS, models)
+            return LoopNestSession(task, at, self.target, self.stores, seed, _rule, model)
+        model = self._model(task.template, models)
+        return TemplateSession(task, at, self.target, self.stores, seed, model)
+
+    def _model(self, template: Any, models: dict[str, RankModel]) -> RankModel:
+        """Return the model of a template or of loop nests, one for all sessions."""
+        if template.name not in models:
+            seed = self.config.seed
+            models[template.name] = cost_models.ready(self.stores, template, self.target, seed)
+        return models[template.name]
 
     def _next(self, workers: int) -> list[Entry]:
         """Pick the sessions of the next round: each once, then by priority.
@@ -154,6 +156,8 @@ class Run:
             self.stopped = "budget"
             return []
         open_entries = [e for e in self.entries if not e.exhausted]
+        if not open_entries and any(e.session.converged for e in self.entries):
+            self.stopped = "converged"
         order = sorted(open_entries, key=lambda e: (e.batches > 0, -e.priority if e.batches else 0))
         chosen: list[Entry] = []
         while order and sum(e.batch for e in chosen) < workers:
@@ -168,7 +172,7 @@ class Run:
             left = max(1, min(left, int(self.left_s() / each)))
         batches: list[tuple[Entry, list[Proposal]]] = []
         for entry in entries:
-            proposals = entry.session.propose(min(entry.batch, left)) if left else []
+            proposals = self._think(entry.session.propose, min(entry.batch, left)) if left else []
             entry.exhausted = left > 0 and not proposals
             left -= len(proposals)
             if proposals:
@@ -179,14 +183,21 @@ class Run:
             if self._has_reference(measurer, entry):
                 self._batch(measurer, entry, proposals)
 
+    def _think(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run a step of the search, and count its time as neither building nor measuring."""
+        start = time.monotonic()
+        found = step(*args)
+        self.overhead_s += time.monotonic() - start
+        return found
+
     def _batch(self, measurer: Measurer, entry: Entry, proposals: list[Proposal]) -> None:
         best = entry.session.best()
         before = None if best is None else best.median_us
         results = self._measure(measurer, entry, proposals, before)
-        entry.session.notify(proposals, results)
+        self._think(entry.session.notify, proposals, results)
         entry.batches += 1
         if results and self.trials == len(results) and all(r.cause is not None for r in results):
-            raise TuneError(_all_failed(entry.session.name, results))
+            raise TuneError(all_failed(entry.session.name, results))
         self._note(entry, before)
 
     def _has_reference(self, measurer: Measurer, entry: Entry) -> bool:
@@ -263,7 +274,7 @@ class Run:
         for e in sorted(self.entries, key=lambda e: e.session.name):
             best = e.session.best()
             after, candidate = (None, None) if best is None else (best.median_us, best.candidate)
-            before = None if e.before is None else _latest(e.session)[e.before].median_us
+            before = None if e.before is None else e.session.latest()[e.before].median_us
             results.append(TaskResult(e.session.name, before, after, e.trials, candidate))
         return TuneRun(
             results=tuple(results),
@@ -273,29 +284,18 @@ class Run:
             log=str(self.stores.writer.path),
             curve=tuple(self.curve),
             stopped=self.stopped,
+            overhead_s=self.overhead_s,
         )
 
 
-def _latest(session: Session) -> dict[str, Record]:
-    """Return the last record of each candidate at the session's size."""
-    history = session.stores.history(session.task.key, session.target, session.record_sizes)
-    return {record.candidate: record for record in history}
+def _rule(func: Any, target: Any) -> Any:
+    return fallback.schedule(func, target)[0]
 
 
 def _top(session: Session, confirmed: set[str]) -> list[Record]:
     good = [
         r
-        for r in _latest(session).values()
+        for r in session.latest().values()
         if r.median_us is not None and r.candidate not in confirmed
     ]
     return sorted(good, key=lambda r: r.median_us or 0.0)[:_CONFIRMED]
-
-
-def _all_failed(name: str, results: Sequence[Measurement]) -> str:
-    causes = Counter(r.cause for r in results)
-    counted = ", ".join(f"{n} {cause}" for cause, n in causes.most_common())
-    first = next(r for r in results if r.cause == causes.most_common(1)[0][0])
-    return (
-        f"all {len(results)} candidates of the first batch failed ({counted}), so tuning {name} "
-        f"cannot go on; mend the cause and tune again. The first failure:\n{first.message}"
-    )

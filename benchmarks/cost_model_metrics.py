@@ -1,0 +1,75 @@
+"""How good an order of candidates is: by pairs, and by the best of its first few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+CLOSE = 0.02
+"""Pairs closer than this share in time do not count: measuring again may turn them round."""
+NAMES = ("pairwise", "best_of_1", "best_of_5", "top8_regret")
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Scores of the candidates of a group, larger is better, and their times."""
+
+    scores: Any
+    times_us: Any
+
+
+def metrics(found: Sequence[Scored]) -> dict[str, float]:
+    """Return the mean over groups of what ``NAMES`` lists.
+
+    pairwise: share of pairs in the right order. best_of_N: the best time over the best of the first
+    N. top8_regret: by how much the best of the first eight is slower than the best.
+    """
+    right, ones, fives, eights = [], [], [], []
+    for group in found:
+        i, j, far = pairs(group.times_us)
+        order = group.scores[i] > group.scores[j]
+        ties = group.scores[i] == group.scores[j]
+        hits = np.where(ties, 0.5, order == (group.times_us[i] < group.times_us[j]))
+        if far.any():
+            right.append((hits[far].sum(), far.sum()))
+        ranked = group.times_us[np.argsort(-group.scores, kind="stable")]
+        best = ranked.min()
+        ones.append(best / ranked[0])
+        fives.append(best / ranked[:5].min())
+        eights.append(ranked[:8].min() / best - 1)
+    hits, counted = (sum(part) for part in zip(*right, strict=True))
+    values = (hits / counted, np.mean(ones), np.mean(fives), np.mean(eights))
+    return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
+
+
+def pairs(times_us: Any) -> tuple[Any, Any, Any]:
+    """Return the pairs of candidates, and which of them are far enough apart to count."""
+    i, j = np.triu_indices(len(times_us), 1)
+    apart = np.abs(times_us[i] - times_us[j]) / np.minimum(times_us[i], times_us[j])
+    return i, j, apart >= CLOSE
+
+
+def dropped(groups: Iterable[Any]) -> float:
+    """Return the share of pairs that are too close to count."""
+    far = [pairs(times)[2] for times in groups]
+    total = sum(map(len, far))
+    return 1.0 - sum(int(f.sum()) for f in far) / total if total else 0.0
+
+
+def ceiling(twice: Iterable[Sequence[tuple[float, float]]]) -> tuple[float | None, int]:
+    """Return what measuring again gets right of the pairs that count, and how many those are.
+
+    ``twice`` holds, a group, the first and the last time of candidates measured twice.
+    """
+    right = total = 0
+    for group in twice:
+        if len(group) < 2:
+            continue
+        first, last = (np.array(t) for t in zip(*group, strict=True))
+        i, j, far = pairs(first)
+        same = (first[i] < first[j]) == (last[i] < last[j])
+        right, total = right + int(same[far].sum()), total + int(far.sum())
+    return (right / total if total else None), total

@@ -1,0 +1,188 @@
+"""Cost models as files: trees as XGBoost writes them, with what they were learnt from and for.
+
+A model stands beside the records it was learnt from, ``<template>.model.json``. It says which
+features it takes, and is refused where the template's are others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tvmcap.base.errors import RecordError
+from tvmcap.kernel import dataset
+from tvmcap.kernel.cost_model import OBJECTIVES, RankModel
+from tvmcap.kernel.fingerprint import fingerprint, same_target
+from tvmcap.kernel.loop_features import LoopNests
+from tvmcap.kernel.records import Record, canonical, digest
+from tvmcap.kernel.stores import Stores
+
+log = logging.getLogger("tvmcap")
+
+SUFFIX = ".model.json"
+_ATTRIBUTE = "tvmcap"
+
+
+def train(
+    records: Iterable[Record],
+    template: Any,
+    target: Any,
+    seed: int = 0,
+    objective: str = OBJECTIVES[0],
+    any_source: bool = False,
+) -> RankModel:
+    """Return a model learnt from records; where they are few, without trees.
+
+    ``template`` is a template, or ``LOOP_NESTS``.
+    """
+    found = groups(records, template, target, any_source)
+    model = RankModel(seed, tuple(template.feature_names), objective)
+    model.pretrain(found, dataset.data_hash(found))
+    return model
+
+
+def groups(
+    records: Iterable[Record], template: Any, target: Any, any_source: bool = False
+) -> list[dataset.Group]:
+    """Return what the records of a template, or of loop nests, teach."""
+    if isinstance(template, LoopNests):
+        return template.groups(records)
+    return dataset.of_template(records, template, target, any_source)
+
+
+def transfer(
+    source: Sequence[dataset.Group],
+    own: Sequence[dataset.Group],
+    names: Sequence[str],
+    seed: int = 0,
+) -> RankModel:
+    """Return a model learnt from another target's groups, and refined on this target's few."""
+    model = RankModel(seed, tuple(names))
+    model.pretrain(source, dataset.data_hash(source))
+    for group in own:
+        model.add(group.name, group.rows, group.times_us)
+    model.fit()
+    return model
+
+
+def save(model: RankModel, folder: Path, name: str, target: Any) -> Path:
+    """Write the trees of a pretrained model as XGBoost's JSON, and return the file.
+
+    Raises
+    ------
+    RecordError: there are no trees, or the file cannot be written.
+    """
+    if model.base is None:
+        raise RecordError(f"the model of {name!r} has learnt nothing yet: measure candidates first")
+    data = json.loads(bytes(model.base.save_raw("json")))
+    about = {
+        "template": name,
+        "features": list(model.features),
+        "objective": model.objective,
+        "measurements": model.pretrained,
+        "data": model.source,
+        "target": fingerprint(target),
+        "sum": _sum(data),
+    }
+    data["learner"]["attributes"] = {_ATTRIBUTE: canonical(about)}
+    path, part = folder / (name + SUFFIX), folder / f"{name}.part.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+        part.replace(path)
+    except OSError as e:
+        raise RecordError(f"cannot write the model {path}: {e.strerror or e}") from e
+    return path
+
+
+def _sum(data: Any) -> str:
+    """Return the digest of all but the attributes."""
+    return digest({k: v for k, v in data["learner"].items() if k != "attributes"})
+
+
+def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
+    """Read a model that ``save`` wrote.
+
+    Raises
+    ------
+    RecordError: the file is no such model, or it is of another target or takes other features; the
+        message names which.
+    """
+    import xgboost
+    from xgboost.core import XGBoostError
+
+    try:
+        text = path.read_text("utf-8")
+        data = json.loads(text)
+        about = json.loads(data["learner"]["attributes"][_ATTRIBUTE])
+        if about["sum"] != _sum(data):  # XGBoost aborts the process on what it cannot read
+            raise ValueError("its checksum differs")
+        features, objective = [str(name) for name in about["features"]], str(about["objective"])
+        measurements, source = int(about["measurements"]), str(about["data"])
+        where = dict(about["target"])
+        booster = xgboost.Booster({"nthread": 1})
+        booster.load_model(bytearray(text, "utf-8"))
+        width = booster.num_features()
+        if objective not in OBJECTIVES or width != len(features):
+            raise ValueError(f"an objective {objective!r} on {width} columns")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, XGBoostError) as e:
+        first = (str(e).splitlines() or [""])[0]
+        raise RecordError(
+            f"{path} is no cost model ({type(e).__name__}: {first}); train it again"
+        ) from e
+    if not same_target(where, fingerprint(target)):
+        raise RecordError(f"{path} is a model for {where}, not for this target")
+    expected = list(template.feature_names)
+    if features != expected:
+        raise RecordError(f"{path} takes other features: {_difference(features, expected)}")
+    found = RankModel(seed, tuple(features), objective, measurements, source)
+    found.base = booster
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the models in a folder."""
+    return sorted(folder.glob("*" + SUFFIX))
+
+
+def _difference(features: list[str], expected: list[str]) -> str:
+    missing = [name for name in expected if name not in features]
+    unknown = [name for name in features if name not in expected]
+    parts = [f"without {', '.join(missing)}"] if missing else []
+    parts += [f"with {', '.join(unknown)}"] if unknown else []
+    return " and ".join(parts) or "the same ones in another order"
+
+
+def find(
+    stores: Stores, template: Any, target: Any, seed: int = 0
+) -> tuple[RankModel, Path] | None:
+    """Return the first model beside the records of ``stores`` that serves, and its file."""
+    for store in stores.stores:
+        path = store.folder / (template.name + SUFFIX)
+        if path.is_file():
+            try:
+                return load(path, template, target, seed), path
+            except RecordError as e:
+                log.warning("%s; it is not used", e)
+    return None
+
+
+def ready(stores: Stores, template: Any, target: Any, seed: int = 0) -> RankModel:
+    """Return the model with which a run of tuning starts.
+
+    The one that was saved, refined on the records that are not beside it, or one learnt from all
+    records; without trees where there are too few.
+    """
+    saved = find(stores, template, target, seed)
+    known = stores.usable(target)
+    if saved is None:
+        return train(known, template, target, seed)
+    model, path = saved
+    beside = {id(r) for s in stores.stores if s.folder == path.parent for r in s.records}
+    for group in groups((r for r in known if id(r) not in beside), template, target):
+        model.add(group.name, group.rows, group.times_us)
+    model.fit()
+    return model
