@@ -175,8 +175,7 @@ def packed_matmul(
         *lead, col = index
         a = x(*lead, k) if left == "mk" else x(*lead[:-1], k, lead[-1])
         b = packed(tirx.floordiv(col, width), k, tirx.floormod(col, width))
-        if out != str(x.dtype):
-            a, b = a.astype(out), b.astype(out)
+        a, b = (v if str(v.ty) == out else v.astype(out) for v in (a, b))
         return te.sum(a * b, axis=k)
 
     lead = x.shape[:-1] if left == "mk" else (*x.shape[:-2], x.shape[-1])
