@@ -48,9 +48,7 @@ class ByteTiles(Tiles):
                 return self._single(panel.buffer, base, starts, steps, acc, spots)
             left = [self._unsigned(start, steps) for start in starts]
             right = [self._group(panel.buffer, base + v * lanes) for v in range(count)]
-            return [
-                acc.store(s, self._dot(acc.load(s), left[i], right[v])) for i, v, s in spots
-            ]
+            return [acc.store(s, self._dot(acc.load(s), left[i], right[v])) for i, v, s in spots]
 
         unroll = self.knobs.unroll if whole % self.knobs.unroll == 0 else 1
         ends = panel.base + (whole + (rest > 0)) * panel.stride
@@ -110,9 +108,7 @@ class ByteTiles(Tiles):
         lanes, wide = self.lanes, f"int32x{self.lanes}"
         stmts = []
         for step in range(steps):
-            left = [
-                tirx.BufferLoad(self.a, [start + step * self.strides[1]]) for start in starts
-            ]
+            left = [tirx.BufferLoad(self.a, [start + step * self.strides[1]]) for start in starts]
             for i, v, s in spots:
                 first = (base + v * lanes) * GROUP + step
                 column = tirx.BufferLoad(buffer, [tirx.Ramp(first, b.const(GROUP), lanes)])

@@ -88,7 +88,8 @@ def features(
         table.append(
             [
                 *(math.log2(max(x, 1)) for x in (rows, n, k, batch)),
-                problem.layout in ("packed", "grouped"), bytes_b, c.mr, c.nv, math.log2(c.mc), math.log2(depth),
+                problem.layout in ("packed", "grouped"), bytes_b, c.mr, c.nv, math.log2(c.mc),
+                math.log2(depth),
                 c.unroll, c.order == "n", c.direct, c.mr * c.nv, waste,
                 batch * panels * blocks / threads(target),
                 depth * c.nv * lanes * bytes_b, math.ceil(rows / c.mr), c.mr * c.nv / (c.mr + c.nv),
@@ -110,5 +111,7 @@ TEMPLATE = Template(
     lower=lower,
     features=features,
     feature_names=FEATURES,
-    modules=tuple(f"tvmcap.schedules.cpu_{part}" for part in ("build", "bytes", "pack", "target", "tile")),
+    modules=tuple(
+        f"tvmcap.schedules.cpu_{part}" for part in ("build", "bytes", "pack", "target", "tile")
+    ),
 )

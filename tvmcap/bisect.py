@@ -17,6 +17,7 @@ import tvm
 from tvm import relax
 
 from tvmcap import pipeline, quantized
+from tvmcap.base import quantization
 from tvmcap.base.codegen import make_target
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import TvmcapError
@@ -137,7 +138,8 @@ def _subject(captured: Captured, mod: tvm.IRModule, target: Any, config: Config)
     ours = runner(mod, captured.signature, target)
     tf32 = config.allow_tf32 and target.kind.name == "cuda"
     sides = (ours, captured.eager, device, home)
-    floor = None if config.quantize is None else config.quantize.budget_db
+    options = quantization.parse(config.quantize)
+    floor = None if options is None else options.budget_db
     return Subject(captured.signature, *sides, example, keywords, tf32=tf32, floor_db=floor)
 
 

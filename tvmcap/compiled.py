@@ -60,7 +60,7 @@ class Compiled:
     def accuracy(self) -> AccuracyReport | None:
         """What quantization cost, layer by layer, as measured at build; None where there is none.
 
-        ``str`` of it is a table.
+        ``explain`` shows it as a table.
         """
         from tvmcap.verify.accuracy import AccuracyReport
 

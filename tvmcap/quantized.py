@@ -76,6 +76,8 @@ class Quantizer:
                 break
             kept.add(worst)
             log.info("layer %s is left as it is: the budget is not met with it in 8 bits", worst)
+        if not plans:
+            log.warning("no layer can be quantized within %g dB", self.options.budget_db)
         self.ranges = replace(self.ranges, kept=tuple(x.name for x in chosen if x.name in kept))
         if not self.report.ok:
             raise AccuracyError(
@@ -160,7 +162,9 @@ class Quantizer:
             for i in floats:
                 outputs[specs[i].name].add(want[i], got[i])
             ends = want[len(specs) :]
-            for layer, x, y, own in zip(each, ends[::2], ends[1::2], got[len(specs) :], strict=True):
+            for layer, x, y, own in zip(
+                each, ends[::2], ends[1::2], got[len(specs) :], strict=True
+            ):
                 layer.add(x, y, own)
         return report(each, outputs, self.options.budget_db, len(inputs), source)
 

@@ -127,6 +127,10 @@ class Config:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         if self.calibration is not None and self.quantize is None:
             raise ConfigError("calibration has no effect without quantize; pass quantize='int8'")
+        if self.vendor_matmul and self.quantize is not None:
+            raise ConfigError(
+                "vendor_matmul leaves the products to torch that quantize would rewrite; choose one"
+            )
 
     def to_json(self, *, only_code: bool = False) -> dict[str, Any]:
         """Return plain JSON data; ``only_code`` leaves out what cannot change the library."""

@@ -214,13 +214,18 @@ def rounded(values: Array, dtype: str) -> Array:
         return np.rint(bound).astype(np.int8)
     import ml_dtypes
 
-    return bound.astype(ml_dtypes.float8_e4m3fn)
+    narrow: Array = bound.astype(ml_dtypes.float8_e4m3fn)
+    return narrow
 
 
 def _quantized_input(builder: Any, x: Any, plan: Plan) -> tuple[Any, Any]:
     """Emit elementwise operators and a maximum a row, which fuse with what makes ``x``."""
     largest = LARGEST[plan.dtype]
-    emit, const = builder.emit, lambda value: relax.const(value, "float32")
+    emit = builder.emit
+
+    def const(value: float) -> Any:
+        return relax.const(value, "float32")
+
     if plan.clip is not None:
         row, inverse = None, const(largest / plan.clip)
     else:

@@ -104,9 +104,9 @@ def pack_weight(
         return np.ascontiguousarray(data.T), lambda left: layout.matmul(dtype, left, "nk")
     width = cpu_target.pack_width(str(lhs.dtype), target)
     if dtype == "int32" and str(lhs.dtype) == str(weight.dtype) == "int8":
-        return gemm_match.group(data, width), lambda left: (
-            lambda x, packed: gemm_match.grouped_matmul(x, packed, columns, left)
-        )
+        return gemm_match.group(
+            data, width
+        ), lambda left: lambda x, packed: gemm_match.grouped_matmul(x, packed, columns, left)
 
     def expression(left: str) -> Product:
         return lambda x, packed: gemm_match.packed_matmul(x, packed, columns, dtype, left)

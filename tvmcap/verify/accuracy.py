@@ -1,4 +1,4 @@
-"""What quantization costs: the noise of each layer and of the model, on inputs it was not made for."""
+"""What quantization costs: the noise of each layer and of the model."""
 
 from __future__ import annotations
 

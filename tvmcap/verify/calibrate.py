@@ -114,9 +114,7 @@ def least_entropy(values: Array, top: float) -> float:
     return top * bins / _BINS
 
 
-def smoothing(
-    ranges: Sequence[Range], weights: Sequence[Array], alpha: float
-) -> tuple[float, ...]:
+def smoothing(ranges: Sequence[Range], weights: Sequence[Array], alpha: float) -> tuple[float, ...]:
     """Return what to divide each channel by, for layers [K, N] that read one input.
 
     max|x|**alpha / max|w|**(1 - alpha), after Xiao et al., "SmoothQuant" (2023), equation 4.

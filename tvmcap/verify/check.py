@@ -124,9 +124,7 @@ class Subject:
         sides = (compiled, eager, device, home)
         quantized = compiled.manifest.quantization
         floor = float(quantized["options"]["budget_db"]) if quantized else None
-        return Subject(
-            compiled.signature, *sides, example, keywords, tf32=tf32, floor_db=floor
-        )
+        return Subject(compiled.signature, *sides, example, keywords, tf32=tf32, floor_db=floor)
 
     def call(self, fn: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
         """Call ``fn`` with the flat inputs ``leaves``, its ``keywords`` by keyword."""

@@ -17,7 +17,8 @@ def text(report: AccuracyReport) -> str:
     rows = [_COLUMNS, *map(_row, report.outputs), *map(_row, report.layers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = [
-        "  " + "  ".join(
+        "  "
+        + "  ".join(
             cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
