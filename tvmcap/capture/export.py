@@ -171,8 +171,8 @@ def _finish(
     args, kwargs = call.examples()
     eager = call.eager if call.frozen else call.fn
     weights = {frozen[name]: value for name, value in constants.items() if name in frozen}
-    known = tuple(dict.fromkeys(frozen.values()))
-    return Captured(mod, signature, known, eager, args, kwargs, lines, weights)
+    used = tuple(dict.fromkeys(frozen.values()))
+    return Captured(mod, signature, used, eager, args, kwargs, lines, weights)
 
 
 def _user_placeholders(program: ExportedProgram) -> list[fx.Node]:

@@ -211,7 +211,8 @@ def rounded(values: Array, dtype: str) -> Array:
     """Round to the nearest value of ``dtype``, within its symmetric range."""
     bound = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
     if dtype == "int8":
-        return np.rint(bound).astype(np.int8)
+        whole: Array = np.rint(bound).astype(np.int8)
+        return whole
     import ml_dtypes
 
     narrow: Array = bound.astype(ml_dtypes.float8_e4m3fn)
