@@ -36,7 +36,7 @@ def writer(gemm: Any, p: Plan, views: Views, maps: list[Any]) -> Any:
 
 def _values(gemm: Any, p: Plan, views: Views, sums: Any, row: Any, col: Any, batch: Any) -> Any:
     """Return each output's values at two neighbouring columns; past the edge, the edge's."""
-    ragged = not isinstance(p.n, int) or p.n % p.knobs.bn
+    ragged = not isinstance(p.n, int) or p.n % (p.knobs.bn * p.knobs.cluster_n)
     row = T.min(row, p.m - 1)
     if is_multiple(gemm.n, 2):
         column = T.min(col, p.n - 2) if ragged else col

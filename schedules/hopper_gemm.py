@@ -36,11 +36,12 @@ class Knobs:
     or "tiles" in turn (ping-pong: one's epilogue hides behind the other's main loop). ``cluster_m``
     CTAs along M share the tile of B, ``cluster_n`` along N that of A, through multicast. ``split``
     CTAs of a cluster share K and sum through distributed shared memory. Tiles are walked in groups
-    of ``group`` rows. ``late`` frees a stage one k step late, so that the tensor cores never drain.
-    ``tma_store`` lets results leave through TMA. A ``dependent`` kernel starts before the one
-    before it has ended (programmatic dependent launch), and waits; ``warm`` lets it bring its first
-    stages to the L2 cache meanwhile. ``swapped`` exchanges the operands, for few rows: ``bm`` are
-    columns then, ``bn`` rows.
+    of ``group`` rows, by a grid that fills the card once where ``persistent``, else by a CTA each.
+    ``late`` frees a stage one k step late, so that the tensor cores never drain. ``tma_store`` lets
+    results leave through TMA. A ``dependent`` kernel starts before the one before it has ended
+    (programmatic dependent launch), and waits; ``warm`` lets it bring its first stages to the L2
+    cache meanwhile. ``swapped`` exchanges the operands, for few rows: ``bm`` are columns then,
+    ``bn`` rows.
     """
 
     bm: int = 128
@@ -52,6 +53,7 @@ class Knobs:
     cluster_n: int = 1
     split: int = 1
     group: int = 8
+    persistent: bool = True
     late: bool = True
     tma_store: bool = True
     dependent: bool = True
@@ -97,15 +99,19 @@ def fits(gemm: Gemm, knobs: Knobs) -> bool:
         return _fits_swapped(gemm, knobs)
     p = plan(gemm, knobs)
     shape = (knobs.bm, knobs.bn, knobs.groups) in TILES
+    # without TMA more spill
+    registers = knobs.tma_store or knobs.groups == "tiles" or p.accumulators <= 96
     share = knobs.bn % (8 * knobs.cluster_m) == 0 and knobs.bm % (8 * knobs.cluster_n) == 0
     cluster = p.cluster in (1, 2, 4, 8) and share
     summed = knobs.split == 1 or (not knobs.tma_store and p.group_columns % (8 * knobs.split) == 0)
     stored = not knobs.tma_store or (stores_through_tma(gemm) and p.columns > 0)
     chunks = p.group_columns % p.atom == 0 or gemm.layout == "nk"
     narrow = not isinstance(gemm.n, int) or knobs.bn <= max(64, -(-gemm.n // 64) * 64)
+    summed = summed and (not isinstance(gemm.k, int) or knobs.split <= p.k_steps)  # none idle
     memory = p.shared_bytes <= SHARED_BYTES
     early = knobs.dependent or not knobs.warm
-    return all((shape, cluster, summed, stored, chunks, narrow, memory, early))
+    walked = knobs.persistent or (knobs.split == 1 and knobs.groups != "tiles")
+    return all((shape, registers, cluster, summed, stored, chunks, narrow, memory, early, walked))
 
 
 def _fits_swapped(gemm: Gemm, knobs: Knobs) -> bool:
@@ -125,6 +131,7 @@ def _swapped_form(knobs: Knobs) -> Knobs:
         cluster_m=1,
         cluster_n=1,
         group=1,
+        persistent=False,
         late=False,
         tma_store=False,
         warm=False,
@@ -164,12 +171,13 @@ def _tiled(
     for (bm, bn, groups), bk, (cm, cn), late in itertools.product(TILES, steps, SHARING, lates):
         for split in (1, 2, 4):
             store = tma and split == 1
-            first = Knobs(bm, bn, bk, 2, groups, cm, cn, split, orders[0], late, store)
+            first = Knobs(bm, bn, bk, 2, groups, cm, cn, split, orders[0], True, late, store)
             deep = deepest(gemm, first)
             if deep is not None and deep.stages >= (3 if bk > 64 else 2):
-                walks = orders if split == 1 else orders[:1]
+                walks = orders if split == 1 else (8,)
                 found += [replace(deep, group=order) for order in walks]
-    return found
+    apart = (replace(k, persistent=False) for k in found if k.group == 8)
+    return found + [k for k in apart if len(orders) > 1 and fits(gemm, k)]
 
 
 def _swapped(gemm: Gemm) -> list[Knobs]:

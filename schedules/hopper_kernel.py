@@ -187,11 +187,11 @@ def _int32(extent: Any) -> Any:
 
 
 def _grid(p: Any, num_tiles: Any) -> Any:
-    """Clusters launched: one a tile where they sum a tile together, else at most what fits."""
+    """Clusters launched: one a tile, or at most what fits."""
+    each = p.knobs.split > 1 or not p.knobs.persistent
     if isinstance(num_tiles, int):
-        return max(num_tiles if p.knobs.split > 1 else min(num_tiles, p.clusters), 1)
-    most = num_tiles if p.knobs.split > 1 else T.min(num_tiles, p.clusters)
-    return T.max(most, 1)
+        return max(num_tiles if each else min(num_tiles, p.clusters), 1)
+    return T.max(num_tiles if each else T.min(num_tiles, p.clusters), 1)
 
 
 def _ids(grid: Any, cluster: int) -> tuple[Any, Any]:

@@ -44,8 +44,6 @@ def _operands(gemm: Gemm) -> str | None:
         return "float32 without allow_tf32"
     if left == "float32" and (gemm.a_layout, gemm.layout) != ("mk", "nk"):
         return "wgmma takes tf32 operands with K innermost in memory only"
-    if gemm.layout == "packed":
-        return "a weight packed for the CPU"
     return None
 
 
@@ -53,5 +51,6 @@ def _rows(name: str, operand: Any, pitch: Any) -> str | None:
     item = OPERANDS[str(operand.dtype)][1]
     if gemm_match.is_multiple(pitch, TMA_BYTES // item):
         return None
-    size = f"{pitch * item} bytes are" if isinstance(pitch, int) else f"{pitch} elements may be"
+    shown = getattr(pitch, "name", pitch)
+    size = f"{pitch * item} bytes are" if isinstance(pitch, int) else f"{shown} elements may be"
     return f"rows of {name} of {size} no multiple of {TMA_BYTES} bytes, which TMA needs"

@@ -9,10 +9,9 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmcap.schedules.gpu_epilogue import flatten
+from tvmcap.schedules.row_estimate import is_tight
 from tvmcap.schedules.row_math import (
     Element,
-    accumulator,
     combine,
     each,
     float_of,
@@ -22,10 +21,12 @@ from tvmcap.schedules.row_math import (
     start,
     written,
 )
-from tvmcap.schedules.row_plan import WARP, Pass, keeps, lanes_of, plan, shared_bytes, steps
+from tvmcap.schedules.row_plan import WARP, Pass, plan, shared_bytes, used
 from tvmcap.schedules.row_program import Output, RowProgram, Value
+from tvmcap.schedules.row_storage import Storage
 
 Expr = Any
+_RESIDENT = "tirx.launch_bounds_min_blocks_per_sm"
 
 
 def row_kernel(program: RowProgram, knobs: Any) -> tirx.PrimFunc:
@@ -44,159 +45,86 @@ def row_kernel(program: RowProgram, knobs: Any) -> tirx.PrimFunc:
     return kernel
 
 
-class _Writer:
-    """Writes one kernel into the function that is being built."""
+def launch_params(program: RowProgram, knobs: Any) -> list[str]:
+    """Return the kernel's launch attributes."""
+    early = ["tirx.use_programtic_dependent_launch"] if knobs.dependent else []
+    shared = ["tirx.use_dyn_shared_memory"] if shared_bytes(program, knobs) else []
+    return ["blockIdx.x", "threadIdx.x", *early, *shared]
 
-    def __init__(self, program: RowProgram, knobs: Any) -> None:
-        self.program, self.knobs = program, knobs
-        self.keep = keeps(program, knobs)
-        self.places: dict[Any, Expr] = {}
-        self.kept: dict[Any, Any] = {}
-        self.words: dict[Any, Any] = {}  # pairs of bfloat16, by the buffer that holds them
-        self.flat: dict[Any, Any] = {}
-        self.partials: dict[Value, Any] = {}
+
+class _Writer(Storage):
+    """Writes one kernel into the function that is being built."""
 
     def write(self, bx: Any, tx: Any) -> None:
         """Write the body for a thread of a block."""
+        if self.knobs.resident == 1:
+            self._body(bx, tx)
+            return
+        with T.attr(T.int32(0), _RESIDENT, self.knobs.resident):
+            self._body(bx, tx)
+
+    def _body(self, bx: Any, tx: Any) -> None:
         program, knobs = self.program, self.knobs
-        self.flat = {p: flatten(p) for p in program.params}
         self.thread = tx % knobs.threads if knobs.rows > 1 else tx
         self.slot = tx // knobs.threads
         row = T.Cast("int64", bx * knobs.rows + self.slot if knobs.rows > 1 else bx)
         self.inside = row < program.rows if knobs.rows > 1 else None
         # threads past the last row work on that one and store nothing
         self.row = T.min(row, program.rows - 1) if knobs.rows > 1 else row
-        self._allocate()
-        for part in plan(program, self.keep):
+        self.allocate()
+        if knobs.dependent:  # the next kernel may start, and this one waits for the one before
+            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+            T.evaluate(T.ptx.griddepcontrol.wait())
+        self.fetch()
+        for number, part in enumerate(plan(program, self.keep)):
             for value in part.scalars:
                 self._scalar(value)
-            self._pass(part)
+            self._pass(number, part)
         for value in program.values:
             if not value.by_column and value.var not in self.places:
                 self._scalar(value)  # what follows the last reduction
         self._row_outputs()
 
-    # --- storage
-
-    def _allocate(self) -> None:
-        program, knobs = self.program, self.knobs
-        warps = knobs.threads // WARP
-        reductions = [v for v in program.values if v.combine is not None]
-        pool: Any = T.SMEMPool() if shared_bytes(program, knobs) else None
-        for value in reductions if warps > 1 else ():
-            wide = accumulator(value.dtype)
-            self.partials[value] = pool.alloc((knobs.rows * warps,), wide, align=16)
-        elements = steps(program, knobs) * knobs.vector
-        for value in self.keep:
-            if knobs.keep == "shared":
-                whole = (elements * knobs.threads * knobs.rows,)
-                self.kept[value] = pool.alloc(whole, value.dtype, align=16)
-            else:
-                self.kept[value] = self._registers(value, elements)
-        if pool is not None:
-            pool.commit()
-
-    def _registers(self, value: Value, elements: int) -> Any:
-        home = T.alloc_buffer((elements,), value.dtype, scope="local")
-        if value.kind == "load" and value.dtype == "bfloat16" and elements % 2 == 0:
-            self.words[home] = T.decl_buffer(
-                (elements // 2,), "uint32", data=home.data, scope="local"
-            )
-        return home
-
-    def _kept_at(self, step: Any) -> Any:
-        """Return where the vector of a step starts in storage that is kept."""
-        knobs = self.knobs
-        if knobs.keep == "registers":
-            return step * knobs.vector
-        width = steps(self.program, knobs) * knobs.threads * knobs.vector
-        return self.slot * width + (step * knobs.threads + self.thread) * knobs.vector
-
-    # --- one pass
-
-    def _pass(self, part: Pass) -> None:
-        local = {
-            v: self._registers(v, self.knobs.vector)
-            for v in part.values
-            if v not in self.kept and v.var not in part.inlined
-        }
+    def _pass(self, number: int, part: Pass) -> None:
+        fetched = {v for v in self.kept if v.kind == "load"}
+        computed = [v for v in part.values if v.var not in part.inlined and v not in fetched]
+        wanted = [v for v in used(self.program, part) if v not in computed]
         totals = {v: start(v, self.knobs.vector) for v in part.reductions}
-        computed = [v for v in part.values if v.var not in part.inlined]
-        # what is loaded and kept first, all of it in flight at once
-        early = [v for v in computed if v.kind == "load" and v in self.kept]
-        if early and self.knobs.keep == "registers":
+        local = {
+            v: self.registers(v, self.knobs.vector)
+            for v in computed
+            if v not in self.kept or self.shared
+        }
 
-            def fetch(step: Any) -> None:
-                for value in early:
-                    self._load(value, step, local)
-
-            self._columns(fetch)
-            computed = [v for v in computed if v not in early]
+        if number and not self.shared and is_tight(self.program, self.knobs):
+            self.hide([v for v in wanted if v in self.kept])
 
         def chunk(step: Any) -> None:
+            here = local | self.unpack(step, wanted)
             for value in computed:
                 if value.kind == "load":
-                    self._load(value, step, local)
+                    self.load(value, local[value], 0, step)
                 else:
-                    self._stage(value, step, local, part)
+                    self._stage(value, step, here, part)
             for value, total in totals.items():
 
                 def add(i: Element, value: Value = value, total: Any = total) -> None:
-                    item = T.Cast(str(total.dtype), self._at(value.expr, step, i, local, part))
+                    item = T.Cast(str(total.dtype), self._at(value.expr, step, i, here, part))
                     T.buffer_store(total, combine(value, total[i.at], item), [i.at])
 
                 each(self.knobs.vector, add)
             for output in part.outputs:
-                self._store(output, step, local, part)
+                self._store(output, step, here, part)
 
         if computed or totals or part.outputs:
-            self._columns(chunk)
+            self.columns(chunk, self.knobs.keep == "registers")
         self._finish(totals)
-
-    def _columns(self, chunk: Callable[[Any], None]) -> None:
-        """Write ``chunk(step)`` for each vector of the thread; the last may lie past the end."""
-        knobs, columns = self.knobs, self.program.columns
-        full, rest = divmod(columns, knobs.threads * knobs.vector)
-        if full:
-            with (T.unroll if knobs.keep == "registers" else T.serial)(full) as step:
-                chunk(step)
-        if rest:
-            with T.If((full * knobs.threads + self.thread) * knobs.vector < columns), T.Then():
-                chunk(full)
-
-    def _column(self, step: Any) -> Expr:
-        knobs = self.knobs
-        return T.Cast("int64", (step * knobs.threads + self.thread) * knobs.vector)
 
     def _home(self, value: Value, step: Any, local: dict[Value, Any]) -> tuple[Any, Any]:
         """Return the buffer of a value at a column, and where the step's vector starts in it."""
-        return (local[value], 0) if value in local else (self.kept[value], self._kept_at(step))
-
-    def _load(self, value: Value, step: Any, local: dict[Value, Any]) -> None:
-        home, start = self._home(value, step, local)
-        self._move(
-            value.buffer,
-            lambda at, index: T.buffer_store(home, self.flat[value.buffer][index], [start + at]),
-            value.expr,
-            step,
-        )
-
-    def _move(self, buffer: Any, move: Callable[[Any, Any], None], index: Expr, step: Any) -> None:
-        """Write ``move(element, flat index)`` for a vector, in instructions as wide as may be."""
-        width = lanes_of(buffer, self.knobs.vector)
-        for part in range(self.knobs.vector // width):
-            base = T.int64(part * width)
-            if width == 1:
-                move(base, self._index(index, self._column(step) + base))
-                continue
-            with T.vectorized(T.int64(width)) as lane:
-                move(base + lane, self._index(index, self._column(step) + base + lane))
-
-    def _index(self, index: Expr, column: Expr) -> Expr:
-        return put(index, self._fixed() | {self.program.column: column})
-
-    def _fixed(self) -> dict[Any, Expr]:
-        return {self.program.row: self.row, **self.places}
+        if value in local:
+            return local[value], 0
+        return self.kept[value], self.kept_at(step)
 
     def _stage(self, value: Value, step: Any, local: dict[Value, Any], part: Pass) -> None:
         home, start = self._home(value, step, local)
@@ -205,14 +133,16 @@ class _Writer:
             T.buffer_store(home, self._at(value.expr, step, i, local, part), [start + i.at])
 
         each(self.knobs.vector, store)
+        if value in self.kept and self.shared:
+            self.pack(value, home, step)
 
     def _at(self, expr: Expr, step: Any, i: Element, local: dict[Value, Any], part: Pass) -> Expr:
         """Return an expression at an element of the step's vector."""
         for value in reversed(part.values):
             if value.var in part.inlined:
                 expr = put(expr, {value.var: value.expr})
-        places = self._fixed()
-        places[self.program.column] = self._column(step) + T.Cast("int64", i.at)
+        places = self.fixed()
+        places[self.program.column] = self.column(step) + T.Cast("int64", i.at)
         floats = {}
         for value in {**local, **self.kept}:
             home, start = self._home(value, step, local)
@@ -240,7 +170,7 @@ class _Writer:
             T.buffer_store(self.flat[output.buffer], value[at], [index])
 
         def store() -> None:
-            self._move(output.buffer, move, output.index, step)
+            self.move(output.buffer, move, output.index, step)
 
         self._guarded(self.inside, store)
 
@@ -256,7 +186,7 @@ class _Writer:
     def _scalar(self, value: Value) -> None:
         """Compute a value of the whole row on every thread."""
         home = T.alloc_buffer((1,), value.dtype, scope="local")
-        expr = put(value.expr, self._fixed())
+        expr = put(value.expr, self.fixed())
         if value.kind == "load":
             expr = self.flat[value.buffer][expr]
         T.buffer_store(home, written(expr, self.program), [0])
@@ -292,6 +222,6 @@ class _Writer:
         first = first if self.inside is None else tirx.And(first, self.inside)
         with T.If(first), T.Then():
             for output in outputs:
-                index = put(output.index, self._fixed())
+                index = put(output.index, self.fixed())
                 result = self.places[output.value.var]
                 T.buffer_store(self.flat[output.buffer], result, [index])

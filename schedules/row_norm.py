@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from tvm import tirx
 
+from tvmcap.base import codegen
 from tvmcap.kernel.template import Template
 from tvmcap.schedules import row_match, row_plan
-from tvmcap.schedules.row_kernel import row_kernel
+from tvmcap.schedules.row_estimate import (
+    BLOCKS,
+    REGISTERS,
+    SHARED_BYTES,
+    SM_COUNT,
+    THREADS,
+    estimate_us,
+    is_short,
+    is_tight,
+    resident_blocks,
+    row_bytes,
+)
+from tvmcap.schedules.row_kernel import launch_params, row_kernel
 from tvmcap.schedules.row_plan import keeps, kept_registers, shared_bytes, steps
 from tvmcap.schedules.row_program import RowProgram
 
@@ -27,6 +40,9 @@ class Knobs:
 
     ``keep`` says where a row stays between passes: "registers", "shared" memory, or "reload" where
     it is read again. ``recompute`` keeps the inputs alone and computes intermediates in each pass.
+    A multiprocessor holds ``resident`` blocks at least, which limits their registers. A
+    ``dependent`` kernel starts before the one before it has ended (programmatic dependent launch),
+    and waits.
     """
 
     threads: int = 128
@@ -34,15 +50,20 @@ class Knobs:
     vector: int = 8
     keep: str = "registers"
     recompute: bool = False
+    resident: int = 1
+    dependent: bool = False
 
 
 MAX_ELEMENTS = 128
 """Elements of a row that one thread may hold; the code is unrolled over them."""
 
-SM_COUNT = 132
-"""Multiprocessors of an H200; rows are few below that."""
+RANGES = (SM_COUNT, 4 * SM_COUNT, 16 * SM_COUNT)
+"""Rows up to which a default serves where their number is symbolic; a last one serves any."""
+MANY = 32768
+"""Rows for which that one is chosen."""
 
 _THREADS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_RESIDENT = (1, 2, 3, 4, 6, 8)
 _KEEPING = (
     ("registers", False),
     ("registers", True),
@@ -51,9 +72,9 @@ _KEEPING = (
     ("reload", True),
 )
 _OTHER_REGISTERS = 40
-_BLOCK, _DEFAULT_BLOCK = 512, 128
-_VECTORS = 4
+_BLOCK = 512
 _LONG, _SHORT = 8192, 8
+_NEAR = 1.02  # a setting this close to the best serves, too
 
 
 def match(func: tirx.PrimFunc, target: Any) -> RowProgram | None:
@@ -70,16 +91,30 @@ def fits(program: RowProgram, knobs: Knobs, target: Any) -> bool:
         return False
     limit = 48 * 1024
     if knobs.keep == "shared":
+        if codegen.compute_capability(target) < 80:  # which copies past the registers
+            return False
         limit = int(target.attrs.get("max_shared_memory_per_block", limit)) - 1024
     if shared_bytes(program, knobs) > limit:
+        return False
+    if knobs.dependent and codegen.compute_capability(target) < 90:
+        return False
+    if knobs.resident > 1 and not _fits_resident(program, knobs):
         return False
     if knobs.keep != "registers":
         return True
     elements = steps(program, knobs) * knobs.vector
-    registers = min(65536 // block, 255)
+    registers = min(REGISTERS // block, 255)
     return (
         elements <= MAX_ELEMENTS and kept_registers(program, knobs) + _OTHER_REGISTERS <= registers
     )
+
+
+def _fits_resident(program: RowProgram, knobs: Knobs) -> bool:
+    """Whether the blocks asked for fit, and the compiler would not hold as many unasked."""
+    threads = knobs.threads * knobs.rows * knobs.resident
+    shared = knobs.resident * (shared_bytes(program, knobs) + 1024)
+    fits = threads <= THREADS and shared <= SHARED_BYTES and knobs.resident <= BLOCKS
+    return fits and is_tight(program, knobs) and not is_short(program, knobs)
 
 
 def space(program: RowProgram, target: Any) -> list[Knobs]:
@@ -89,54 +124,64 @@ def space(program: RowProgram, target: Any) -> list[Knobs]:
     for threads, block, vector, (keep, recompute) in itertools.product(
         _THREADS, _THREADS, (widest, max(widest // 2, 1)), _KEEPING
     ):
-        knobs = Knobs(threads, block // threads, vector, keep, recompute)
-        if not threads <= block <= max(threads, _BLOCK) or not fits(program, knobs, target):
+        plain = Knobs(threads, block // threads, vector, keep, recompute)
+        if not threads <= block <= max(threads, _BLOCK) or not fits(program, plain, target):
             continue
         if keep != "registers" and (program.columns < _LONG or threads < 128):
             continue
-        if threads < 32 and steps(program, knobs) > _SHORT:
+        if threads < 32 and steps(program, plain) > _SHORT:
             continue  # neighbouring threads would read far from each other
-        kept = tuple(v.var for v in keeps(program, knobs))
-        found.setdefault((threads, block, vector, keep, kept), knobs)
-    return list(found.values())
+        kept = tuple(v.var for v in keeps(program, plain))
+        for resident, dependent in itertools.product(_RESIDENT, (True, False)):
+            knobs = replace(plain, resident=resident, dependent=dependent)
+            if fits(program, knobs, target):
+                shape = (threads, block, vector, keep, kept)
+                found.setdefault((*shape, resident, dependent), knobs)
+    # a row of fewer elements than threads of a warp
+    return list(found.values()) or [Knobs(1, 32, widest, "reload")]
 
 
 def default(program: RowProgram, target: Any) -> Knobs:
-    """The setting of ``ranges`` for the program's rows; the last one where they are symbolic."""
-    rows = program.rows if isinstance(program.rows, int) else 1 << 30
-    return next(knobs for bound, knobs in ranges(program, target) if bound is None or rows <= bound)
+    """Return the setting that should be fastest by count of bytes and stalls."""
+    rows = program.rows if isinstance(program.rows, int) else MANY
+    return min(space(program, target), key=lambda knobs: estimate_us(program, knobs, rows))
 
 
 def ranges(program: RowProgram, target: Any) -> list[tuple[int | None, Knobs]]:
-    """The defaults by rows: as many threads as a row has work for where rows are few."""
-    few, many = (_default(program, target, each) for each in (1, _VECTORS))
-    return [(None, many)] if few == many else [(SM_COUNT, few), (None, many)]
+    """Return the defaults of a symbolic number of rows, each the best at its largest rows.
+
+    A setting that is nearly the best serves the range below, too.
+    """
+    points = space(program, target)
+    found: list[tuple[int | None, Knobs]] = []
+    for bound, rows in zip((None, *reversed(RANGES)), (MANY, *reversed(RANGES)), strict=True):
+        times = [estimate_us(program, knobs, rows) for knobs in points]
+        best = min(times)
+        if found and estimate_us(program, found[0][1], rows) <= _NEAR * best:
+            continue
+        found.insert(0, (bound, points[times.index(best)]))
+    return found
 
 
-def _default(program: RowProgram, target: Any, vectors: int) -> Knobs:
-    """Give each thread ``vectors`` loads of a row, and the row the first storage that holds it."""
-    vector = row_plan.vector(program)
-    share = program.columns / (vector * vectors)
-    least = next((t for t in _THREADS if 1.5 * t > share), _THREADS[-1])
-    for keep, recompute in _KEEPING:
-        for threads in (t for t in _THREADS if t >= least):
-            rows = max(1, _DEFAULT_BLOCK // threads)
-            for knobs in (Knobs(threads, r, vector, keep, recompute) for r in (rows, 1)):
-                if fits(program, knobs, target):
-                    return knobs
-    # a row of fewer elements than threads of a warp
-    return Knobs(1, 32, vector, "reload")
+def estimate(program: RowProgram, knobs: Sequence[Knobs], target: Any) -> list[float]:
+    """Estimate the microseconds of settings, good for an order."""
+    rows = program.rows if isinstance(program.rows, int) else MANY
+    return [estimate_us(program, point, rows) for point in knobs]
 
 
 def lower(func: tirx.PrimFunc, program: RowProgram, knobs: Knobs, target: Any) -> tirx.PrimFunc:
     """Write the TIRx kernel of a setting, with the parameters of ``func``."""
-    attrs = {"tirx.is_scheduled": True, "tvmcap.trailing": program.trailing}
+    attrs = {
+        "tirx.is_scheduled": True,
+        "tvmcap.trailing": program.trailing,
+        "tirx.kernel_launch_params": launch_params(program, knobs),
+    }
     return tirx.PrimFunc(func.params, row_kernel(program, knobs).body).with_attr(attrs)
 
 
 FEATURES = tuple(
-    "rows columns bytes passes threads block vector registers shared reload recompute steps"
-    " blocks waves".split()
+    "rows columns bytes passes threads block vector registers shared reload recompute resident"
+    " dependent steps blocks held waves estimate_us".split()
 )
 
 
@@ -144,20 +189,16 @@ def features(
     program: RowProgram, knobs: Sequence[Knobs], target: Any
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Problem, knobs, and what follows from both; shape (len(knobs), len(FEATURES))."""
-    rows = program.rows if isinstance(program.rows, int) else 1024
-    loads = [v for v in program.values if v.kind == "load" and v.by_row and v.by_column]
-    width = sum(row_plan.itemsize(v) for v in loads)
-    width += sum(row_plan.itemsize(o.buffer) for o in program.outputs if o.by_column)
-    problem = [rows, program.columns, width, row_plan.passes(program)]
+    rows = program.rows if isinstance(program.rows, int) else MANY
+    problem = [rows, program.columns, sum(row_bytes(program)), row_plan.passes(program)]
     table = []
-    for k in knobs:
-        registers, block = kept_registers(program, k), k.threads * k.rows
-        blocks = -(-rows // k.rows)
-        resident = min(2048 // block, 65536 // (block * (registers + _OTHER_REGISTERS)))
-        held = [registers, shared_bytes(program, k), k.keep == "reload", k.recompute]
-        waves = -(-blocks // (SM_COUNT * max(resident, 1)))
-        shape = [k.threads, block, k.vector]
-        table.append([*problem, *shape, *held, steps(program, k), blocks, waves])
+    for k, us in zip(knobs, estimate(program, knobs, target), strict=True):
+        blocks, held = -(-rows // k.rows), resident_blocks(program, k)
+        shape = [k.threads, k.threads * k.rows, k.vector]
+        stays = [kept_registers(program, k), shared_bytes(program, k), k.keep == "reload"]
+        flags = [k.recompute, k.resident, k.dependent]
+        waves = -(-blocks // (SM_COUNT * held))
+        table.append([*problem, *shape, *stays, *flags, steps(program, k), blocks, held, waves, us])
     return np.asarray(table, dtype=np.float32).reshape(len(knobs), len(FEATURES))
 
 
@@ -171,13 +212,16 @@ TEMPLATE = Template(
     features=features,
     feature_names=FEATURES,
     ranges=ranges,
+    estimate=estimate,
     modules=(
         "tvmcap.schedules.gpu_epilogue",
         "tvmcap.schedules.gpu_math",
+        "tvmcap.schedules.row_estimate",
         "tvmcap.schedules.row_kernel",
         "tvmcap.schedules.row_match",
         "tvmcap.schedules.row_math",
         "tvmcap.schedules.row_plan",
         "tvmcap.schedules.row_program",
+        "tvmcap.schedules.row_storage",
     ),
 )

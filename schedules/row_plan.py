@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import tvm
@@ -46,6 +47,7 @@ def itemsize(value: Any) -> int:
     return size
 
 
+@lru_cache(maxsize=64)
 def kept(program: RowProgram, recompute: bool) -> tuple[Value, ...]:
     """Return the values of a row that passes hand on, so that it is read from memory once.
 
@@ -89,6 +91,7 @@ def plan(program: RowProgram, keep: Sequence[Value]) -> list[Pass]:
     return found
 
 
+@lru_cache(maxsize=64)
 def passes(program: RowProgram) -> int:
     """Return the number of passes over the columns."""
     reductions = [v.phase for v in program.values if v.combine is not None]
@@ -107,6 +110,7 @@ def inputs(program: RowProgram, expr: Any) -> list[Value]:
     return [known[v] for v in dict.fromkeys(_variables(expr)) if v in known]
 
 
+@lru_cache(maxsize=64)
 def vector(program: RowProgram) -> int:
     """Return how many elements the widest load takes: the start of every row must allow it."""
     moved = [(v.buffer, v.expr) for v in program.values if v.kind == "load" and v.by_column]
@@ -134,6 +138,19 @@ def lanes_of(buffer: Any, vector: int) -> int:
 def keeps(program: RowProgram, knobs: Any) -> tuple[Value, ...]:
     """Return the values that a setting keeps between passes."""
     return () if knobs.keep == "reload" else kept(program, knobs.recompute)
+
+
+def used(program: RowProgram, part: Pass) -> list[Value]:
+    """List the values that a pass's expressions and outputs are made of."""
+    exprs = [v.expr for v in (*part.values, *part.reductions) if v.kind != "load"]
+    found = [v for expr in exprs for v in inputs(program, expr)]
+    return list(dict.fromkeys(found + [o.value for o in part.outputs]))
+
+
+def copied_bytes(value: Value, knobs: Any) -> int:
+    """Return the bytes that one copy from memory to shared memory moves, 0 where none can."""
+    size = lanes_of(value, knobs.vector) * itemsize(value)
+    return size if size in (4, 8, 16) else 0
 
 
 def steps(program: RowProgram, knobs: Any) -> int:

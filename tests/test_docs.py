@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import tvmcap
 from tvmcap.cli import make_parser
+from tvmcap.kernel.apply import MAX_VARIANTS
+from tvmcap.schedules import TEMPLATES
+from tvmcap.schedules.hopper_gemm import Knobs
 
 ROOT = Path(__file__).parent.parent
+WORDS = {3: "three", 6: "six", 8: "eight"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -56,6 +61,45 @@ def test_options_of_the_documents_exist(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
-    for link in re.findall(r"\]\(([^)#][^)]*)\)", document.read_text()):
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         if not link.startswith("http"):
-            assert (document.parent / link).exists(), link
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            assert target.exists(), link
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+            slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert not anchor or anchor in slugs, link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_benchmark_commands_of_the_documents_exist(document):
+    for block in re.split(r"^```.*\n", document.read_text(), flags=re.MULTILINE)[1::2]:
+        commands = re.findall(
+            r"^python (benchmarks/\w+\.py)(.*)$", block.replace("\\\n", " "), re.M
+        )
+        for script, line in commands:
+            source = (ROOT / script).read_text()
+            words = line.partition("#")[0].split()
+            for word in (w for w in words if w.startswith("--")):
+                assert f'"{word}"' in source, (script, word)
+            for path in (w for w in words if w.startswith("benchmarks/") and "results" not in w):
+                assert (ROOT / path).exists(), path
+            if words and words[0].islower() and words[0].isalpha():
+                assert f'"{words[0]}"' in source, (script, words[0])
+
+
+def test_the_kernels_of_the_documents_exist():
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    named = set(re.findall(r"`template:(\w+)`", text))
+    assert named == {template.name for template in TEMPLATES}
+    knobs = set(Knobs.__dataclass_fields__)
+    told = {n for group in re.findall(r"\*\* \((.*?)\)\.", text) for n in re.findall(r"\w+", group)}
+    assert told >= {"groups", "late", "tma_store", "cluster_m", "cluster_n", "split", "dependent"}
+    assert told <= knobs
+    assert f"up to {WORDS[MAX_VARIANTS]} variants" in text
+
+
+def test_the_public_names_are_documented():
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    for name in ("build", "load", "tune", "verify", "bisect", "register_template", "Config"):
+        assert name in tvmcap.__all__ and re.search(rf"tvmcap[. ]{name}\b", text), name

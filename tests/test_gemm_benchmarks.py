@@ -78,6 +78,18 @@ def test_the_recorded_rungs_are_settings_of_todays_template() -> None:
     assert not refused and len({s.rung for s in settings}) > 5
 
 
+def test_every_recorded_rung_fits_the_shapes_it_is_for() -> None:
+    from tvmcap.schedules import hopper_gemm
+
+    settings, _ = gemm.read_settings(gemm_ladder.HERE / "rungs.json", hopper_gemm.Knobs)
+    unfit, shapes = set(settings), (gemm.Shape(m, 4096, 4096) for m in (8, 16, 64, 256, 2048))
+    for shape in shapes:
+        product = hopper_gemm.match(gemm.block(shape.k, shape.n), gemm.target())
+        ranged = (s for s in settings if s.min_m <= shape.m <= s.max_m)
+        unfit -= {s for s in ranged if hopper_gemm.fits(product, s.knobs)}
+    assert not unfit, [(s.rung, gemm.changed(s.knobs)) for s in unfit]
+
+
 @pytest.mark.parametrize("name", list(gemm_timing.baselines()))
 def test_a_wrong_result_is_seen(name: str) -> None:
     inputs = gemm_timing.gemm_inputs(33, 64, 40, seed=3, device="cpu")

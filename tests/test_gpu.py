@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -80,6 +81,93 @@ def test_several_outputs_and_a_float32_result() -> None:
     x, w = torch.randn(70, 96).bfloat16(), (torch.randn(96, 136) / 10).bfloat16()
     lib = tvmcap.build(both, (x, w), target="cuda", dynamic={"x": {0: "B"}}, tune="none")
     assert lib.manifest.verified
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, eager: torch.Tensor) -> None:
+    """Demand an error of at most twice eager's and one unit in the largest value's last place."""
+    slack = torch.finfo(got.dtype).eps * wanted.abs().max()
+    error = (got.double() - wanted).abs().max()
+    assert error <= 2 * (eager.double() - wanted).abs().max() + slack
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_range_of_rows_is_right(dtype: torch.dtype) -> None:
+    """Each kernel that serves a range of rows, at both ends of it."""
+    make = torch.Generator().manual_seed(1)
+    shapes = ((3, 1032), (1032, 2056), (2056,))
+    x, w, b = (torch.randn(s, generator=make).to(dtype).cuda() for s in shapes)
+    w = w / 32
+
+    def block(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x @ w + b)
+
+    lib = tvmcap.build(
+        block, (x, w, b), dynamic={"x": {0: "B"}}, target="cuda", tune="none", verify=False
+    )
+    bounds = [int(r[2:]) for r in lib.manifest.coverage[0]["ranges"] if r != "any"]
+    for rows in sorted({1, 4097, *bounds, *(bound + 1 for bound in bounds)}):
+        x = torch.randn((rows, 1032), generator=make).to(dtype).cuda()
+        close(lib(x, w, b), block(x.double(), w.double(), b.double()), block(x, w, b))
+
+
+@pytest.mark.parametrize("rows", [5, 64, 700])
+def test_layers_in_a_row_under_graph_replay(rows: int) -> None:
+    """A kernel may start before the one before it has ended; results share storage."""
+    torch.manual_seed(rows)
+    layers = [torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.LayerNorm(512)]
+    net = torch.nn.Sequential(*layers, *(m for _ in range(5) for m in layers)).eval()
+    wide = copy.deepcopy(net.bfloat16()).double().cuda()
+    x = torch.randn(rows, 512).bfloat16()
+    lib = tvmcap.build(net, (x,), target="cuda", tune="none", verify=False)
+    net, x = net.cuda(), x.cuda()
+    out = torch.empty_like(x)
+    lib(x, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lib(x, out=out)
+    with torch.no_grad():
+        for _ in range(5):
+            x.copy_(torch.randn_like(x))
+            out.fill_(float("nan"))
+            graph.replay()
+            close(out, wide(x.double()), net(x))
+            assert torch.equal(lib(x), out)
+
+
+def test_batched_products_of_symbolic_sizes() -> None:
+    """Queries and keys of symbolic length: the columns of the product are symbolic too."""
+
+    def scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT / 8, dim=-1) @ v
+
+    make = torch.Generator().manual_seed(3)
+    dynamic = {name: {0: "H", 1: "T"} for name in "qkv"}
+    q, k, v = (torch.randn((3, 24, 64), generator=make).bfloat16() for _ in range(3))
+    lib = tvmcap.build(scores, (q, k, v), dynamic=dynamic, target="cuda", tune="none")
+    assert lib.manifest.verified
+    for heads, length in ((1, 1), (2, 65), (5, 300)):
+        shape = (heads, length, 64)
+        q, k, v = (torch.randn(shape, generator=make).bfloat16().cuda() for _ in range(3))
+        close(lib(q, k, v), scores(q.double(), k.double(), v.double()), scores(q, k, v))
+
+
+def test_tf32_only_where_it_is_allowed() -> None:
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.mT
+
+    make = torch.Generator().manual_seed(4)
+    x, w = (torch.randn(s, generator=make).cuda() for s in ((130, 512), (264, 512)))
+    wanted, errors = x.double() @ w.double().T, []
+    for allowed in (False, True):
+        lib = tvmcap.build(
+            linear, (x, w), target="cuda", allow_tf32=allowed, tune="none", verify=False
+        )
+        errors.append(float((lib(x, w).double() - wanted).abs().max()))
+    assert errors[0] < 1e-3 and errors[1] < 0.2  # 23 and 10 bits of mantissa over 512 terms
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert lib.manifest.coverage[0]["served_by"] == "template:hopper_gemm"
+        assert errors[1] > 4 * errors[0]
 
 
 def test_tuning_on_the_card_never_loses(tmp_path: Any) -> None:

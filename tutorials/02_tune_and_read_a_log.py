@@ -99,7 +99,7 @@ assert by_size
 # ## 3. Build with the records
 #
 # `tune="cached"` is the default: use records where there are any. `explain` says which record
-# serves which sizes. Neighbouring sizes share a kernel, so that there are at most three, and the
+# serves which sizes. Neighbouring sizes share a kernel, so that there are at most eight, and the
 # library itself chooses among them by the batch of each call.
 
 # %%

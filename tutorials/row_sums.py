@@ -15,6 +15,12 @@ from tvm import tirx
 
 from tvmcap.kernel.template import Template
 
+LANES = (16, 32, 64, 128)
+WIDTH = 8
+"""Lanes that a vector register of any x86-64 CPU with AVX holds; lanes are folded to these."""
+LONGEST = 256
+"""Additions in a row after which rounding errors would show beside PyTorch's pairwise sums."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -67,7 +73,7 @@ def match(func: tirx.PrimFunc, target: Any) -> Problem | None:
     rows, columns = (sch.get(loop).extent for loop in sch.get_loops(blocks[-1]))
     store = sch.get(blocks[-1]).body
     plus = isinstance(store.value, tirx.Add) and str(store.buffer.dtype) == "float32"
-    if not plus or not isinstance(columns, tirx.IntImm):
+    if not plus or not isinstance(columns, tirx.IntImm) or not _lanes(int(columns)):
         return None
     rows = int(rows) if isinstance(rows, tirx.IntImm) else rows
     return Problem(rows, int(columns), len(func.params) - 1)
@@ -81,13 +87,18 @@ def refuse(func: tirx.PrimFunc, target: Any) -> str | None:
     sums = any(_kinds(sch, block) == "SR" for block in blocks)
     if not sums or match(func, target) is not None:
         return None
-    return "it is more than elementwise work and, last, a float32 sum over columns"
+    return "it is not elementwise work and, last, a float32 sum over columns that lanes divide"
 
 
 def space(problem: Problem, target: Any) -> list[Knobs]:
-    """Every setting that fits: lanes that divide the columns."""
-    lanes = [n for n in (8, 16, 32, 64, 128) if problem.columns % n == 0]
-    return [Knobs(n, parallel) for n in lanes or [1] for parallel in (False, True)]
+    """Every setting that fits."""
+    lanes = _lanes(problem.columns)
+    return [Knobs(n, parallel) for n in lanes for parallel in (False, True)]
+
+
+def _lanes(columns: int) -> list[int]:
+    """Return the lanes that divide the columns, and that leave sums short enough to be exact."""
+    return [n for n in LANES if columns % n == 0 and columns // n <= LONGEST]
 
 
 def estimate(problem: Problem, knobs: Sequence[Knobs], target: Any) -> list[float]:
@@ -96,8 +107,9 @@ def estimate(problem: Problem, knobs: Sequence[Knobs], target: Any) -> list[floa
     cores = int(target.attrs.get("num-cores", 1))
     found = []
     for k in knobs:
-        # an addition takes 4 cycles, 16 elements come from the cache in one; then lanes are added
-        cycles = max(4 * problem.columns / k.lanes, problem.columns / 16) + 4 * k.lanes
+        # an addition takes 4 cycles, and 16 elements come from the cache in one
+        cycles = max(4 * problem.columns / k.lanes, problem.columns / 16)
+        cycles += 4 * (k.lanes / WIDTH + WIDTH)
         share, start = (-(-rows // cores), 5.0) if k.parallel else (rows, 0.0)
         found.append(share * cycles / 3000 + start)
     return found
@@ -124,19 +136,27 @@ def lower(func: tirx.PrimFunc, problem: Problem, knobs: Knobs, target: Any) -> t
     sch, (*before, total) = _blocks(func)
     for block in before:
         sch.compute_inline(block)
-    row, column = sch.get_loops(total)
-    _, lane = sch.split(column, [None, knobs.lanes])
-    partial = sch.rfactor(lane, 1)  # a sum for each lane, which ``total`` then adds up
+    sums = [_side_by_side(sch, total, lanes) for lanes in (knobs.lanes, WIDTH)]
     row = sch.get_loops(total)[0]
-    sch.compute_at(partial, row)
-    lane, step = sch.get_loops(partial)[1:]
-    sch.reorder(step, lane)
-    sch.vectorize(lane)
+    for block in reversed(sums):
+        sch.compute_at(block, row)
+        _, lane, step = sch.get_loops(block)
+        sch.reorder(step, lane)
+        sch.vectorize(lane)
     if knobs.parallel:
         sch.parallel(row)
-    zero = sch.decompose_reduction(partial, step)
-    sch.vectorize(sch.get_loops(zero)[-1])
-    return sch.mod["main"].with_attr("tirx.is_scheduled", True)
+    for block in sums:
+        start = sch.decompose_reduction(block, sch.get_loops(block)[1])
+        sch.vectorize(sch.get_loops(start)[-1])
+    # the rows are all dimensions of the result, but for the last 0
+    return sch.mod["main"].with_attrs({"tirx.is_scheduled": True, "tvmcap.trailing": 0})
+
+
+def _side_by_side(sch: Any, total: Any, lanes: int) -> Any:
+    """Let ``lanes`` parts of a sum grow side by side, which ``total`` then adds up."""
+    _, column = sch.get_loops(total)
+    _, lane = sch.split(column, [None, lanes])
+    return sch.rfactor(lane, 1)
 
 
 FEATURES = ("rows", "columns", "lanes", "parallel", "estimate_us")

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from running import check
 
+from tvmcap.capture.decompositions import missing_in_torch
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
@@ -205,3 +207,17 @@ def test_an_index_outside_reads_no_foreign_memory():
     from running import compiled
 
     assert torch.isfinite(compiled(captured)(torch.tensor([10**9, -(10**9)]))).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_as_a_gpu_spells_it(dtype) -> None:
+    """``rms_norm`` of a CUDA tensor is one operator, which some versions cannot decompose."""
+    fused = torch.ops.aten._fused_rms_norm
+    x, w = torch.randn(3, 4, 6).to(dtype), torch.randn(6).to(dtype)
+    forms = {
+        "weight": lambda x: fused(x, [6], w, 1e-5)[0],
+        "plain": lambda x: fused(x, [6], None, None)[0],
+        "two dimensions": lambda x: fused(x, [4, 6], None, 1e-3)[0],
+    }
+    check(together(forms), (x,))
+    assert fused.default in missing_in_torch()

@@ -33,9 +33,9 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return open_stores(Config(log_dir=str(tmp_path / "log")), TARGET)
 
 
-def wide_session(stores, seed: int = 0) -> search.TemplateSession:
+def wide_session(stores, seed: int = 0, template=WIDE) -> search.TemplateSession:
     def find(func, target):
-        return WIDE, fake.match(func, target)
+        return template, fake.match(func, target)
 
     (task,) = tasks.extract(fake.module(), TARGET, find)
     return search.TemplateSession(task, {"B": 16}, TARGET, stores, seed, RankModel(seed))
@@ -94,6 +94,45 @@ def test_repeat_measures_recorded_candidates(stores) -> None:
     record = session.best()
     (again,) = session.repeat([record])
     assert again.knobs == record.knobs and again.candidate.template is WIDE
+
+
+def estimated(asked: list[int]):
+    """Return the template with an estimate: the closer to a tile of 20, the faster."""
+
+    def estimate(problem, knobs, target):
+        asked.append(problem.rows)
+        return [1.0 + abs(k.tile - 20) for k in knobs]
+
+    return dataclasses.replace(WIDE, estimate=estimate)
+
+
+def test_a_batch_comes_from_what_the_estimate_puts_first(stores) -> None:
+    asked: list[int] = []
+    session = wide_session(stores, template=estimated(asked))
+    assert set(asked) == {16}  # at the size that is tuned, not the symbolic one
+    default = play(session, stores, 1)
+    assert default == [fake.default(None, TARGET).tile]
+    left = sorted((k.tile for k in MANY if k.tile not in default), key=lambda t: abs(t - 20))
+    for count in (1, 2, 3):  # without a model, and with one
+        batch = play(session, stores, count)
+        nearest = abs(left[search._SHORT_LIST * count - 1] - 20)
+        assert len(batch) == count and all(abs(t - 20) <= nearest for t in batch)
+        left = [t for t in left if t not in batch]
+
+
+def test_an_estimate_keeps_no_candidate_from_being_tried(stores) -> None:
+    session = wide_session(stores, template=estimated([]))
+    tried: list[int] = []
+    while batch := play(session, stores, 8):
+        tried += batch
+    assert sorted(tried) == [k.tile for k in MANY]
+
+
+def test_the_model_chooses_within_the_short_list(stores) -> None:
+    """Times fall towards 30 where the estimate says 20: the model leads out of its middle."""
+    session = wide_session(stores, template=estimated([]))
+    first, _, third = (play(session, stores, 6) for _ in range(3))
+    assert np.mean([abs(t - 30) for t in third]) < np.mean([abs(t - 30) for t in first[1:]])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import subprocess
 import sys
@@ -66,9 +67,13 @@ def test_one_kernel_a_call(hopper_block) -> None:
 
 def test_the_kernel_uses_tensor_cores_and_tma(hopper_block) -> None:
     source = cuda_source(hopper_block)
-    assert "wgmma.mma_async" in source and "m64n128k16.f32.bf16.bf16" in source
-    assert "cp.async.bulk.tensor" in source
-    assert "tvmcap_logistic2(" in source  # the epilogue is in the kernel
+    kernels = [part for part in source.split('extern "C" __global__')[1:] if "{" in part]
+    assert len(kernels) == len(hopper_block.manifest.coverage[0]["ranges"])
+    for kernel in kernels:
+        assert re.search(r"m64n\d+k16_f32_bf16_bf16", kernel)
+        assert "cp_async_bulk_tensor_g2s" in kernel
+        assert "tvmcap_logistic2(" in kernel  # the epilogue is in the kernel
+    assert "wgmma.mma_async" in source and "cp.async.bulk.tensor.2d.shared::cluster" in source
 
 
 def test_not_verified_and_not_runnable_here(hopper_block, without_gpu) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from tvmcap import pipeline
 from tvmcap.base.config import make_config
 from tvmcap.capture.export import capture
 from tvmcap.graph.rewrite import is_op, outputs_of
+from tvmcap.schedules import row_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = (1, 8, 100, 768, 1000, 4096, 4104, 16384, 50257)
@@ -96,3 +98,15 @@ def call(fn: Any, args: Any, target: Any = TARGET) -> Call:
     inputs = tuple(params.index(a) if a in params else a.value for a in kernel.args[1].fields)
     places = [getattr(bound[o], "index", 0) for o in outputs_of(main)]
     return Call(mod[kernel.args[0]], inputs, tuple(places.index(i) for i in range(len(places))))
+
+
+@functools.cache
+def kernel(fn: Any, columns: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the PrimFunc of one of the functions, its rows symbolic."""
+    return call(fn, arguments(fn, 4, columns, dtype)).func
+
+
+@functools.cache
+def program(fn: Any, columns: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the row program of that."""
+    return row_norm.match(kernel(fn, columns, dtype), TARGET)

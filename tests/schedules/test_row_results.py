@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import tvm
+import tvm_ffi
 
-from tests.libs import quick
+from tests.libs import quick, values
 from tests.schedules.row_programs import (
     COLUMNS,
     DTYPES,
@@ -87,6 +89,9 @@ def test_results_of_the_defaults(dtype, columns, tmp_path) -> None:
         row.Knobs(128, 2, 8, "shared", True),
         row.Knobs(512, 1, 4, "reload", True),
         row.Knobs(1024, 1, 8),
+        row.Knobs(256, 1, 8, dependent=True),
+        row.Knobs(128, 2, 8, "shared", True, 1, True),
+        row.Knobs(64, 2, 8, "registers", True, 8, True),
     ],
     ids=str,
 )
@@ -111,6 +116,41 @@ def test_masked_rows_and_nans_come_out_as_in_torch(dtype, tmp_path) -> None:
         folder = tmp_path / fn.__name__
         folder.mkdir()
         check(fn, found, knobs, args, target, folder)
+
+
+def centred(x):
+    return x * 0.9 - x.mean(-1, keepdim=True)
+
+
+@pytest.mark.gpu
+def test_dependent_kernels_see_what_the_one_before_wrote(tmp_path) -> None:
+    """A chain of kernels, each on the result of the last, in a graph that is replayed."""
+    target = codegen.make_target("cuda")
+    start = values(512, 4096, seed=1)
+    found = call(centred, (start,), target)
+    problem, graphs, steps = row.match(found.func, target), [], {}
+    for dependent in (False, True):
+        knobs = row.Knobs(256, 1, 4, dependent=dependent)
+        path = tmp_path / f"{dependent}.so"
+        compile_to(row.lower(found.func, problem, knobs, target), target, str(path))
+        entry = tvm.runtime.load_module(str(path))["main"]
+        steps[dependent] = [torch.zeros_like(start, device="cuda") for _ in range(9)]
+        entry(*steps[dependent][:2])  # loads the kernel, which a capture cannot
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            raw = torch.cuda.current_stream().cuda_stream
+            with tvm_ffi.use_raw_stream(tvm.cuda(0), raw):
+                for before, after in itertools.pairwise(steps[dependent]):
+                    entry(before, after)
+    for seed in range(20):
+        for dependent in steps:
+            steps[dependent][0].copy_(values(512, 4096, seed=seed))
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+        for plain, early in zip(steps[False], steps[True], strict=True):
+            assert torch.equal(plain, early)
 
 
 @pytest.mark.gpu

@@ -29,15 +29,16 @@ class Knobs:
     bk: int = 128
     stages: int = 3
     split: int = 1
+    dependent: bool = False
 
 
 def lowered(func, knobs, dependent=False):
     gemm = gemm_match.read(func)
     assert gemm is not None
     attrs = {"tirx.is_scheduled": True, "global_symbol": "gemm"}
-    if dependent:
-        attrs["tirx.kernel_launch_params"] = launch_params(knobs)
-    body = skinny_kernel(gemm, knobs, dependent).body
+    knobs = dataclasses.replace(knobs, dependent=dependent)
+    attrs["tirx.kernel_launch_params"] = launch_params(knobs)
+    body = skinny_kernel(gemm, knobs).body
     return tirx.PrimFunc(func.params, body).with_attr(attrs)
 
 

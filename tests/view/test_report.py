@@ -1,5 +1,7 @@
 """Tables hold the figures; inspect and explain say what a library is."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +90,17 @@ def test_explain_says_what_serves_each_task_and_what_fell_back(library):
         assert part in text
     library.executor, library.foreign = None, "this GPU is sm_80"
     assert "cannot run here: this GPU is sm_80" in explain(library)
+
+
+def test_explain_lists_sizes_as_numbers(library):
+    """A manifest's keys come back as sorted text."""
+    ranges = {"<=1024": "c", "<=16": "a", "<=256": "b", "any": "d"}
+    records = {"rows=128": "2 us", "rows=16": "1 us", "static": "3 us"}
+    task = {**COVERAGE[0], "ranges": ranges, "records": records}
+    library.manifest = replace(library.manifest, coverage=(task,))
+    text = explain(library)
+    assert [knobs for _, knobs in re.findall(r"(rows|above): (\w)$", text, re.M)] == list("abcd")
+    assert re.findall(r"(\d) us", text) == ["1", "2", "3"]
 
 
 def test_tuning_notice():

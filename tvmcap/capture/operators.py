@@ -17,6 +17,7 @@ from tvmcap.base.errors import (
     UnsupportedOperatorError,
 )
 from tvmcap.capture import source
+from tvmcap.capture.decompositions import missing_in_torch
 
 _aten = torch.ops.aten
 
@@ -81,6 +82,7 @@ def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgr
     In-place ones become pure.
     """
     table = torch.export.default_decompositions()
+    table.update(missing_in_torch())
     for operator in WHOLE:
         table.pop(operator, None)
     program = program.run_decompositions(table)

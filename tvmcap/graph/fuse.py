@@ -12,6 +12,7 @@ from tvmcap.base.errors import BuildError
 from tvmcap.graph.group import Graph, fuse_ops, join
 from tvmcap.graph.merge import Serves, merge
 from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
+from tvmcap.graph.scalars import inline_scalars
 
 
 def legalize(mod: tvm.IRModule) -> tvm.IRModule:
@@ -23,6 +24,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         relax.backend.DispatchSortScan(),  # prefix sums, which LegalizeOps leaves alone
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
+        inline_scalars,  # after folding, which makes some of them
         own_outputs,  # after folding, which would undo the copy of a constant
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.DeadCodeElimination(["main"]),

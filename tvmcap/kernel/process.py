@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base import codegen
+from tvmcap.kernel import registry
 
 
 @dataclass(eq=False)
@@ -143,7 +144,7 @@ def command(device: str, *, builds: bool = False) -> tuple[str, ...]:
 def environment(target: Any) -> dict[str, str]:
     """Return the environment of a worker: the path of imports, and the threads of the target."""
     threads = str(int(target.attrs.get("num-cores", os.cpu_count() or 1)))
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+    path = os.pathsep.join(os.path.abspath(p) for p in [*sys.path, *registry.folders()])
     return {
         **os.environ,
         "PYTHONPATH": path,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from tvmcap.base.errors import ConfigError
 from tvmcap.kernel.template import Template, source_hash
 from tvmcap.schedules import TEMPLATES
@@ -18,7 +21,8 @@ def register_template(template: Template) -> None:
     Raises
     ------
     ConfigError: it is no ``Template``, its name is that of one that ships, or it lies in a script
-        or notebook, where the processes that compile candidates cannot import it.
+        or notebook. The processes that compile candidates import its module, which they do without
+        torch.
     """
     if not isinstance(template, Template):
         raise ConfigError(
@@ -29,7 +33,7 @@ def register_template(template: Template) -> None:
     if template.lower.__module__ == "__main__":
         raise ConfigError(
             f"the template {template.name!r} is in a script or notebook, which the processes that "
-            "compile candidates cannot import: move it to a module and import it from there"
+            "compile candidates cannot import: move it to a module that does not import torch"
         )
     _registered.pop(template.name, None)
     _registered[template.name] = template
@@ -43,3 +47,12 @@ def registered() -> tuple[Template, ...]:
 def identity() -> list[list[str]]:
     """Return name and source hash of each, in order."""
     return [[template.name, source_hash(template)] for template in registered()]
+
+
+def folders() -> list[str]:
+    """Return the folders from which their modules can be imported, beside those of ``sys.path``."""
+    found: dict[str, None] = {}
+    for name in (template.lower.__module__ for template in registered()):
+        file = Path(sys.modules[name].__file__ or "").resolve()
+        found[str(file.parents[name.count(".") + (file.stem == "__init__")])] = None
+    return list(found)

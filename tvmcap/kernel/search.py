@@ -211,7 +211,8 @@ class TemplateSession(Session):
                 rest = sorted(rest, key=lambda i: self._prior[i])[: _SHORT_LIST * room]
             scores = self._scores(rest)
             order = [rest[i] for i in np.lexsort((self._rng.random(len(rest)), -scores))]
-            explore = int(room * _EXPLORE) if len(self.model) else room
+            informed = len(self.model) or self._prior is not None
+            explore = int(room * _EXPLORE) if informed else room
             chosen += order[: room - explore]
             tail = order[room - explore :]
             chosen += [tail[i] for i in self._rng.permutation(len(tail))[:explore]]

@@ -44,6 +44,8 @@ class Template:
     space: every setting of the knobs that can run, for ``(problem, target)``.
     default: the setting used where no record exists.
     lower: ``(func, problem, knobs, target)`` to the scheduled PrimFunc with the same parameters.
+        Its attribute ``tvmcap.trailing`` says how many dimensions of the first result, the last
+        ones, are not of ``problem.rows``: 1 where not given.
     features: ``(problem, knobs, target)`` to a float32 array of shape (number of knobs, number of
         features).
     feature_names: one name a column of ``features``.

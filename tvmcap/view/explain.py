@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,16 +53,21 @@ def _task(task: Mapping[str, Any]) -> str:
     calls = int(task.get("calls") or 1)
     times = f", {calls} calls" if calls > 1 else ""
     lines = [f"  {task['task']}: {task.get('by', task.get('served_by', ''))}{times}"]
-    for size, record in dict(task.get("records") or {}).items():
+    for size, record in sorted(dict(task.get("records") or {}).items(), key=_numbers):
         lines.append(f"    tuned at {size}: {record}")
     ranges = dict(task.get("ranges") or {})
-    for bound, knobs in ranges.items():
+    for bound, knobs in sorted(ranges.items(), key=_numbers):
         above = "any size above" if len(ranges) > 1 else "any size"
         limit = above if bound == "any" else f"up to {bound.removeprefix('<=')} rows"
         lines.append(f"    {limit}: {knobs}")
     if task.get("reason"):
         lines.append(f"    fell back: {task['reason']}")
     return "\n".join(lines)
+
+
+def _numbers(item: tuple[str, Any]) -> list[float]:
+    """Order sizes and bounds by their numbers; what has none comes last."""
+    return [float(number) for number in re.findall(r"\d+", item[0])] or [math.inf]
 
 
 def tuning_notice(coverage: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,40 @@
+"""Decompositions that some versions of PyTorch lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def fused_rms_norm(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write ``aten._fused_rms_norm``, ``rms_norm`` on a GPU, as elementwise work and a sum.
+
+    Parameters
+    ----------
+    x: shape (..., *normalized_shape); 16-bit values are summed in float32.
+    weight: shape ``normalized_shape``.
+    eps: added to the mean square; the machine epsilon of x's dtype where None.
+
+    Returns
+    -------
+    The result in the dtype of x, and the reciprocal root of the mean square, which keeps the
+    reduced dimensions as 1.
+    """
+    dims = [-i for i in range(1, len(normalized_shape) + 1)]
+    wide = x.float() if x.dtype in _NARROW else x
+    least = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + least)
+    result = wide * scale
+    return (result if weight is None else result * weight).to(x.dtype), scale
+
+
+def missing_in_torch() -> dict[Any, Callable[..., Any]]:
+    """List by operator what PyTorch's own table of decompositions lacks here."""
+    operator = getattr(torch.ops.aten, "_fused_rms_norm", None)
+    return {} if operator is None else {operator.default: fused_rms_norm}
