@@ -44,7 +44,7 @@ def estimate_us(gemm: Any, knobs: Any, sizes: tuple[int, int, int, int]) -> floa
     us = _LAUNCH_US + max(floor, _busiest(knobs, sizes, item) / _CYCLES_A_US)
     # what is not counted: usual values first, so that a short list holds different tiles
     unusual = (knobs.group != 8) + (knobs.late != (knobs.groups == "tiles"))
-    unusual += (knobs.bk != 64) + (not knobs.persistent)
+    unusual += (knobs.bk > max(64, 128 // item)) + (not knobs.persistent)
     return float(us * (1.0 + _UNUSUAL * unusual))
 
 
