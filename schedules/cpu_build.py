@@ -138,14 +138,14 @@ def scratch(size: Expr | int, dtype: str, name: str) -> tuple[Any, Stmt]:
 class Registers:
     """Vectors that LLVM keeps in registers: a few buffers on the stack, indexed by constants.
 
-    Their elements are float32: where vectors are elements, TVM's StorageRewrite lets buffers of
-    both kinds share memory and then fails.
+    Their elements are scalars of 32 bits: where vectors are elements, TVM's StorageRewrite lets
+    buffers of both kinds share memory and then fails.
     """
 
-    def __init__(self, count: int, lanes: int, name: str) -> None:
+    def __init__(self, count: int, lanes: int, name: str, dtype: str = "float32") -> None:
         self.lanes, self.each = lanes, STACK // (4 * lanes)
         made = [
-            scratch(min(self.each, count - start) * lanes, "float32", name)
+            scratch(min(self.each, count - start) * lanes, dtype, name)
             for start in range(0, count, self.each)
         ]
         self.buffers = [buffer for buffer, _ in made]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 from tvm import tirx
 
 from tvmcap.kernel.template import Template
@@ -21,7 +22,9 @@ def match(func: tirx.PrimFunc, target: Any) -> Gemm | None:
     """Return the matrix product that ``func`` is on llvm, or None."""
     if target.kind.name != "llvm":
         return None
-    return read(func, lambda dtype: pack_width(dtype, target))
+    gemm = read(func, lambda dtype: pack_width(dtype, target))
+    bytes_apart = gemm is not None and gemm.sums == "int32" and gemm.layout != "grouped"
+    return None if bytes_apart else gemm
 
 
 def tiles(target: Any) -> list[tuple[int, int]]:
@@ -45,7 +48,7 @@ def space(problem: Gemm, target: Any) -> list[Knobs]:
     """Return every setting that fits: 48 to 288."""
     whole = isinstance(problem.k, int) and problem.k <= DEPTHS[0]
     deep = isinstance(problem.k, int) and problem.k >= 1024
-    depths = (0,) if whole else DEPTHS if deep else DEPTHS[:1]
+    depths = (0,) if whole or problem.sums == "int32" else DEPTHS if deep else DEPTHS[:1]
     direct = (0, 1) if problem.layout == "kn" else (0,)
     points = itertools.product(tiles(target), (48, 192, 384), depths, (1, 4), "nm", direct)
     found = [
@@ -58,7 +61,8 @@ def space(problem: Gemm, target: Any) -> list[Knobs]:
 def default(problem: Gemm, target: Any) -> Knobs:
     """Return the setting used without a record: the widest tile, sums of at most 128 steps."""
     mr, nv = max(tiles(target), key=lambda t: (t[1], t[0]))
-    depth = 0 if isinstance(problem.k, int) and problem.k <= DEPTHS[0] else DEPTHS[0]
+    whole = isinstance(problem.k, int) and problem.k <= DEPTHS[0]
+    depth = 0 if whole or problem.sums == "int32" else DEPTHS[0]
     return Knobs(mr, nv, 192 // mr * mr, depth, 4, "n", mr if problem.layout == "kn" else 0)
 
 
@@ -76,7 +80,7 @@ def features(
     rows, n, k = (_number(e) for e in (problem.rows, problem.n, problem.k))
     batch = math.prod(_number(e) for e in problem.batch)
     lanes, width = vector_lanes(target), pack_width(str(problem.b.dtype), target)
-    panels, bytes_b = math.ceil(n / width), 4 if str(problem.b.dtype) == "float32" else 2
+    panels, bytes_b = math.ceil(n / width), tvm_ffi.dtype(str(problem.b.dtype)).itemsize
     table = []
     for c in knobs:
         depth, blocks = min(c.kc or k, k), math.ceil(rows / c.mc)
@@ -84,7 +88,8 @@ def features(
         table.append(
             [
                 *(math.log2(max(x, 1)) for x in (rows, n, k, batch)),
-                problem.layout == "packed", bytes_b, c.mr, c.nv, math.log2(c.mc), math.log2(depth),
+                problem.layout in ("packed", "grouped"), bytes_b, c.mr, c.nv, math.log2(c.mc),
+                math.log2(depth),
                 c.unroll, c.order == "n", c.direct, c.mr * c.nv, waste,
                 batch * panels * blocks / threads(target),
                 depth * c.nv * lanes * bytes_b, math.ceil(rows / c.mr), c.mr * c.nv / (c.mr + c.nv),
@@ -106,5 +111,7 @@ TEMPLATE = Template(
     lower=lower,
     features=features,
     feature_names=FEATURES,
-    modules=tuple(f"tvmcap.schedules.cpu_{part}" for part in ("build", "pack", "target", "tile")),
+    modules=tuple(
+        f"tvmcap.schedules.cpu_{part}" for part in ("build", "bytes", "pack", "target", "tile")
+    ),
 )

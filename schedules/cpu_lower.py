@@ -7,15 +7,24 @@ tile goes through the epilogue.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tvm import tirx
 from tvm.tirx.stmt import ForKind
 
 from tvmcap.schedules import cpu_build as b
+from tvmcap.schedules.cpu_bytes import ByteTiles
 from tvmcap.schedules.cpu_pack import copy_columns, copy_rows
-from tvmcap.schedules.cpu_target import pack_width, threads, vector_lanes, vector_registers
+from tvmcap.schedules.cpu_target import (
+    dot_product,
+    pack_width,
+    threads,
+    vector_lanes,
+    vector_registers,
+)
 from tvmcap.schedules.cpu_tile import Knobs, Panel, Tiles, zero
+from tvmcap.schedules.gemm_axes import GROUP
 from tvmcap.schedules.gemm_match import Gemm
 
 #: Multiply-adds below which a product runs on the calling thread: waking the others costs more.
@@ -36,6 +45,7 @@ class _Nest:
         self.p, self.knobs, self.renamed = problem, knobs, renamed
         self.vl, self.regs = vector_lanes(target), vector_registers(target)
         self.nr, self.threads = pack_width(str(problem.b.dtype), target), threads(target)
+        self.dot = dot_product(target)
         self.views: dict[Any, Any] = {}
         self.m, self.n, self.k = (_expr(e) for e in (problem.rows, problem.n, problem.k))
         self.panels, self.batch = b.ceildiv(self.n, self.nr), b.product(problem.batch)
@@ -55,7 +65,8 @@ class _Nest:
         for buffer in {x: None for x in (self.p.a, self.p.b, *whole, *fused.outputs)}:
             self.views[buffer], stmt = b.flat(self.renamed[buffer])
             declared.append(stmt)
-        self.tiles = Tiles(
+        kind = partial(ByteTiles, dot=self.dot) if self.p.layout == "grouped" else Tiles
+        self.tiles = kind(
             self.knobs,
             self.vl,
             self.regs,
@@ -113,7 +124,8 @@ class _Nest:
 
     def task(self, batch: Any, panel: Any, start: Any, mc: Any) -> Any:
         """Return one block of rows times one panel, and its epilogue."""
-        tile, allocated = b.scratch((self.knobs.mc + self.knobs.mr) * self.nr, "float32", "tile")
+        most = (self.knobs.mc + self.knobs.mr) * self.nr
+        tile, allocated = b.scratch(most, self.p.sums, "tile")
 
         def rows(row: Any, left: Any) -> Any:
             clear = None
@@ -151,6 +163,9 @@ class _Nest:
         if self.p.layout == "packed":
             lies = Panel(view, (panel * self.k + k0) * self.nr, b.const(self.nr))
             return multiply(lies, self.knobs.mr)
+        if self.p.layout == "grouped":
+            groups = b.ceildiv(self.k, GROUP) + 1
+            return multiply(Panel(view, panel * groups * self.nr, b.const(self.nr)), self.knobs.mr)
         packed, allocated = b.scratch(self.kc * self.nr, "float32", "panel")
         column = panel * self.nr
         copied = b.seq(
@@ -220,7 +235,7 @@ class _Nest:
         """Return the stores of one element of every output."""
         fused = self.p.fused.epilogue
         value = tirx.BufferLoad(tile, [at])
-        if str(fused.anchor.dtype) != "float32":
+        if str(fused.anchor.dtype) != self.p.sums:
             value = tirx.Cast(fused.anchor.dtype, value)
         index = [*_unflatten(line, [*self.p.batch, *self.p.row_dims]), col]
         spot = line * self.n + col

@@ -23,6 +23,16 @@ def vector_registers(target: Any) -> int:
     return 32 if aarch64 or _has("avx512f", target) or _has("neon", target) else 16
 
 
+def dot_product(target: Any) -> str | None:
+    """Name the LLVM intrinsic that adds four products of bytes to each 32-bit lane, or None.
+
+    Its first factor is unsigned (AVX-512 VNNI, AVX-VNNI).
+    """
+    lanes = vector_lanes(target)
+    has = (lanes == 16 and _has("avx512vnni", target)) or (lanes == 8 and _has("avxvnni", target))
+    return f"llvm.x86.avx512.vpdpbusd.{32 * lanes}" if has else None
+
+
 def threads(target: Any) -> int:
     """Return the threads to plan for: the target's ``num-cores``, else those of this machine."""
     return int(target.attrs.get("num-cores", 0)) or os.cpu_count() or 1

@@ -11,7 +11,9 @@ from tvm import tirx
 
 from tvmcap.kernel import epilogue as ep
 
-_FLOATS = ("float32", "float16", "bfloat16")
+_FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
+GROUP = 4
+"""Neighbouring steps of K that a packed int8 weight keeps together: what one 32-bit lane holds."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Axes:
             packed = [tirx.floordiv(n, panel), self.k, tirx.floormod(n, panel)]
             if _equal(b.indices, packed) and int(b.source.shape[2]) == width:
                 return "packed", []
+            four = tirx.IntImm("int64", GROUP)
+            grouped = [
+                tirx.floordiv(n, panel),
+                tirx.floordiv(self.k, four),
+                tirx.floormod(n, panel),
+                tirx.floormod(self.k, four),
+            ]
+            if _equal(b.indices, grouped) and int(b.source.shape[2]) == width:
+                return "grouped", []
         if len(b.indices) < 2:
             return None
         *lead, row, col = b.indices
@@ -81,7 +92,11 @@ class Axes:
 
 
 def factors_of(block: Any) -> tuple[Any, Any] | None:
-    """Return the two loads of ``C = C + X * Y``, casts taken off, or None for another reduction."""
+    """Return the two loads of ``C = C + X * Y``, casts taken off, or None for another reduction.
+
+    Floats and int8 are summed in floats, two int8 factors in int32 too: both sums are exact but for
+    the rounding of floats.
+    """
     store, init = block.body, block.init
     if not isinstance(store, tirx.BufferStore) or not isinstance(init, tirx.BufferStore):
         return None
@@ -99,11 +114,17 @@ def factors_of(block: Any) -> tuple[Any, Any] | None:
             and isinstance(term, tirx.Mul)
         ):
             x, y = _uncast(term.a), _uncast(term.b)
-            if all(
-                isinstance(f, tvm.ir.TensorLoad) and str(f.source.dtype) in _FLOATS for f in (x, y)
-            ):
+            if all(isinstance(f, tvm.ir.TensorLoad) for f in (x, y)) and _sums(store, x, y):
                 return x, y
     return None
+
+
+def _sums(store: Any, x: Any, y: Any) -> bool:
+    """Whether a sum of products is kept in a dtype that holds it: no int8 that wraps around."""
+    operands = {str(f.source.dtype) for f in (x, y)}
+    if str(store.buffer.dtype) == "int32":
+        return operands == {"int8"}
+    return str(store.buffer.dtype).startswith(("float", "bfloat")) and operands <= set(_FLOATS)
 
 
 def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
@@ -116,7 +137,7 @@ def _uncast(expr: Any) -> Any:
 
 def _is_zero(expr: Any) -> bool:
     expr = _uncast(expr)
-    return isinstance(expr, tirx.FloatImm) and expr.value == 0.0
+    return isinstance(expr, tirx.FloatImm | tirx.IntImm) and expr.value == 0
 
 
 def _is(index: Any, var: Any) -> bool:

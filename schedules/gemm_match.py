@@ -13,7 +13,7 @@ from tvm.sym import Analyzer
 
 from tvmcap.kernel import epilogue as ep
 from tvmcap.schedules.cpu_build import product
-from tvmcap.schedules.gemm_axes import Axes, factors_of
+from tvmcap.schedules.gemm_axes import GROUP, Axes, factors_of
 
 ALLOW_TF32 = "tvmcap.allow_tf32"
 """Attribute of a PrimFunc whose float32 products may be computed in tf32."""
@@ -30,8 +30,8 @@ class Gemm:
     ----------
     a, b: parameters that hold the operands, contiguous.
     a_layout: of A: "mk" ``[batch, rows, K]`` or "km" ``[batch, K, rows]``.
-    layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "kn" ``[batch, K, N]`` or "nk" ``[batch, N,
-        K]``.
+    layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "grouped" ``[ceil(N / NR), ceil(K / 4) + 1,
+        NR, 4]`` (see ``group``), "kn" ``[batch, K, N]`` or "nk" ``[batch, N, K]``.
     batch: extents of the leading dimensions of C that number separate products; without any, A and
         B have none either.
     a_batched, b_batched: whether the operand has those dimensions, all of them; else it is one
@@ -62,6 +62,11 @@ class Gemm:
     def rows(self) -> Any:
         """Rows of one product: an int, or an expression of symbolic dimensions."""
         return _plain(product(self.row_dims))
+
+    @property
+    def sums(self) -> str:
+        """Dtype in which the products are added: "int32" for int8 by int8, else "float32"."""
+        return "int32" if str(self.fused.epilogue.anchor.dtype) == "int32" else "float32"
 
     @property
     def a_pitch(self) -> Any:
@@ -170,8 +175,7 @@ def packed_matmul(
         *lead, col = index
         a = x(*lead, k) if left == "mk" else x(*lead[:-1], k, lead[-1])
         b = packed(tirx.floordiv(col, width), k, tirx.floormod(col, width))
-        if out != str(x.dtype):
-            a, b = a.astype(out), b.astype(out)
+        a, b = (v if str(v.ty) == out else v.astype(out) for v in (a, b))
         return te.sum(a * b, axis=k)
 
     lead = x.shape[:-1] if left == "mk" else (*x.shape[:-2], x.shape[-1])
@@ -183,6 +187,45 @@ def pack(weight: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
     k, n = weight.shape
     padded = np.pad(weight, ((0, 0), (0, -n % width)))
     return np.ascontiguousarray(padded.reshape(k, -1, width).transpose(1, 0, 2))
+
+
+def grouped_matmul(x: te.Tensor, grouped: te.Tensor, n: int, left: str = "mk") -> te.Tensor:
+    """Return the TE of the int32 product of int8 ``x`` and a weight packed by ``group``.
+
+    Parameters are those of ``packed_matmul``.
+    """
+    depth = x.shape[-1] if left == "mk" else x.shape[-2]
+    width = grouped.shape[2]
+    k = te.reduce_axis((0, depth), name="k")
+
+    def at(*index: Any) -> Any:
+        *lead, col = index
+        a = x(*lead, k) if left == "mk" else x(*lead[:-1], k, lead[-1])
+        b = grouped(
+            tirx.floordiv(col, width),
+            tirx.floordiv(k, GROUP),
+            tirx.floormod(col, width),
+            tirx.floormod(k, GROUP),
+        )
+        return te.sum(a.astype("int32") * b.astype("int32"), axis=k)
+
+    lead = x.shape[:-1] if left == "mk" else (*x.shape[:-2], x.shape[-1])
+    return te.compute((*lead, n), at, name="grouped_matmul")
+
+
+def group(weight: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    """Pack an int8 (K, N) weight as ``[ceil(N / width), ceil(K / 4) + 1, width, 4]``.
+
+    Four steps of K lie together, zeros past K and N. The last group of each panel holds, as one
+    int32 a column, -128 times the sum of the column: what a product with unsigned bytes (x + 128)
+    has to start from.
+    """
+    k, n = weight.shape
+    padded = np.pad(weight, ((0, -k % GROUP), (0, -n % width)))
+    parts = padded.reshape(-1, GROUP, padded.shape[1] // width, width).transpose(2, 0, 3, 1)
+    start = (-128 * padded.sum(axis=0, dtype=np.int32)).astype("<i4").view(np.int8)
+    last = start.reshape(-1, 1, width, GROUP)
+    return np.ascontiguousarray(np.concatenate([parts, last], axis=1))
 
 
 def evaluate(extent: Any, sizes: Mapping[str, int]) -> int:

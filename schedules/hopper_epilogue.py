@@ -53,7 +53,9 @@ def _rows(lane: Any) -> Any:
 
 def _sums(p: Plan, acc: Any, m: int, i: int, r: int) -> tuple[Any, Any]:
     at = m * (p.group_columns // 2) + i * 4 + r * 2
-    return acc[at], acc[at + 1]
+    if p.held == p.sums:
+        return acc[at], acc[at + 1]
+    return tirx.reinterpret(p.sums, acc[at]), tirx.reinterpret(p.sums, acc[at + 1])
 
 
 def _staged(gemm: Any, p: Plan, views: Views, maps: list[Any]) -> Any:

@@ -54,7 +54,7 @@ def _tiled_us(knobs: Columns, sizes: Sizes, floor: float) -> Any:
     us = _LAUNCH_US + np.maximum(floor, _busiest(knobs, sizes) / _CYCLES_A_US)
     # what is not counted: usual values first, so that a short list holds different tiles
     unusual = (knobs.group != 8).astype(np.int64) + (knobs.late != (knobs.groups == "tiles"))
-    unusual += (knobs.bk != 64).astype(np.int64) + ~knobs.persistent
+    unusual += (knobs.bk > max(64, 128 // sizes.item)).astype(np.int64) + ~knobs.persistent
     return us * (1.0 + _UNUSUAL * unusual)
 
 

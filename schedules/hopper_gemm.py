@@ -23,7 +23,7 @@ from tvmcap.schedules.hopper_columns import Columns, sizes_from_record, sizes_of
 from tvmcap.schedules.hopper_estimate import estimate_us
 from tvmcap.schedules.hopper_features import FEATURES, features
 from tvmcap.schedules.hopper_kernel import gemm_kernel, launch_params
-from tvmcap.schedules.hopper_plan import SHARED_BYTES, plan
+from tvmcap.schedules.hopper_plan import OPERANDS, SHARED_BYTES, SWIZZLE_BYTES, plan
 
 RANGES = (16, 64, 256, 1024, 4096)
 """Rows up to which a default serves where their number is symbolic; the last serves any."""
@@ -105,8 +105,10 @@ def fits(gemm: Gemm, knobs: Knobs) -> bool:
     share = knobs.bn % (8 * knobs.cluster_m) == 0 and knobs.bm % (8 * knobs.cluster_n) == 0
     cluster = p.cluster in (1, 2, 4, 8) and share
     summed = knobs.split == 1 or (not knobs.tma_store and p.group_columns % (8 * knobs.split) == 0)
+    summed = summed and (knobs.split == 1 or p.sums == "float32")
     stored = not knobs.tma_store or (stores_through_tma(gemm) and p.columns > 0)
     chunks = p.group_columns % p.atom == 0 or gemm.layout == "nk"
+    chunks = chunks and knobs.bk % p.atom == 0
     narrow = not isinstance(gemm.n, int) or knobs.bn <= max(64, -(-gemm.n // 64) * 64)
     summed = summed and (not isinstance(gemm.k, int) or knobs.split <= p.k_steps)  # none idle
     memory = p.shared_bytes <= SHARED_BYTES
@@ -116,7 +118,7 @@ def fits(gemm: Gemm, knobs: Knobs) -> bool:
 
 
 def _fits_swapped(gemm: Gemm, knobs: Knobs) -> bool:
-    plain = gemm.a_layout == "mk" and not gemm.batch and not gemm.tf32
+    plain = gemm.a_layout == "mk" and not gemm.batch and OPERANDS[str(gemm.a.dtype)][1] == 2
     fixed = isinstance(gemm.n, int) and isinstance(gemm.k, int)
     shape = knobs.bm in (64, 128) and knobs.bn in (8, 16, 32, 64) and knobs.bn >= knobs.split
     same = _swapped_form(knobs) == knobs
@@ -155,13 +157,20 @@ def _shared_bytes(gemm: Gemm, knobs: Knobs) -> int:
 
 def space(gemm: Gemm, target: Any) -> list[Knobs]:
     """Every setting that fits, its ring as deep as it can be."""
-    return _tiled(gemm, (64, 128), (4, 8, 16), (False, True)) + _swapped(gemm)
+    step = _step(gemm)
+    return _tiled(gemm, (step, 2 * step), (4, 8, 16), (False, True)) + _swapped(gemm)
 
 
 def usual(gemm: Gemm) -> list[Knobs]:
     """Settings among which a default is chosen: all tiles, the rest as it mostly is best."""
-    points = [k for k in _tiled(gemm, (64,), (8,), (False, True)) if k.late == _drains_late(k)]
+    tiled = _tiled(gemm, (_step(gemm),), (8,), (False, True))
+    points = [k for k in tiled if k.late == _drains_late(k)]
     return points + _swapped(gemm)
+
+
+def _step(gemm: Gemm) -> int:
+    """Return the smallest K of a stage: at least a swizzle row, 64 elements of wider types."""
+    return int(max(64, SWIZZLE_BYTES // OPERANDS[str(gemm.a.dtype)][1]))
 
 
 def _drains_late(knobs: Knobs) -> bool:
@@ -178,7 +187,7 @@ def _tiled(
             store = tma and split == 1
             first = Knobs(bm, bn, bk, 2, groups, cm, cn, split, orders[0], True, False, store)
             deep = deepest(gemm, first)
-            if deep is not None and deep.stages >= (3 if bk > 64 else 2):
+            if deep is not None and deep.stages >= (2 if bk == steps[0] else 3):
                 walks = orders if split == 1 else (8,)
                 both = itertools.product(lates, walks)
                 found += [replace(deep, late=late, group=order) for late, order in both]

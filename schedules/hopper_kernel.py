@@ -168,7 +168,7 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
             T.ptx["setmaxnreg.inc.sync.aligned.u32"](232)
             if knobs.dependent:
                 T.ptx.griddepcontrol.wait()
-            acc = T.alloc_buffer((p.accumulators,), "float32", scope="local")
+            acc = T.alloc_buffer((p.accumulators,), p.held, scope="local")
             consume(ids[0], ids[1], sm, span, tx, acc)
 
     return kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmcap.schedules import hopper_ops
@@ -124,7 +125,9 @@ def multiplier(p: Plan, layouts: tuple[bool, bool], release: Any) -> Any:
     mma = hopper_ops.wgmma(p.dtype, p.group_columns)
     per_tile, count = p.group_columns // 2, p.tall
     in_atom = p.atom // p.k_inst
-    flags = () if p.item == 4 else tuple(int(not k_major) for k_major in layouts)
+    # signs of A and B, for floats; majorities, where the instruction has them
+    flags: tuple[int, ...] = () if p.dtype == "int8" else (1, 1)
+    flags += tuple(int(not k_major) for k_major in layouts) if p.item == 2 else ()
     late, empty = int(knobs.late), not isinstance(p.k, int)
 
     def start(which: int, stage: Any, row: Any, kk: int) -> Any:
@@ -152,7 +155,7 @@ def multiplier(p: Plan, layouts: tuple[bool, bool], release: Any) -> Any:
         desc_b: T.uint64
         if empty:  # the first instruction overwrites the sums, where there is one
             for i in T.unroll(p.accumulators):
-                acc[i] = T.float32(0)
+                acc[i] = tirx.const(0, p.held)
         for kt in T.serial(steps):
             hopper_ops.wait(sm.full.ptr_to([ring[0]]), ring[1])
             T.ptx.wgmma.fence.sync.aligned()
@@ -161,8 +164,7 @@ def multiplier(p: Plan, layouts: tuple[bool, bool], release: Any) -> Any:
                     ab = T.meta_var((desc_a, desc_b))  # noqa: F821 (declared by annotation)
                     describe(ab[0], sm.a.ptr_to([start(0, ring[0], row + m * 64, kk)]), lead(0))
                     describe(ab[1], sm.b.ptr_to([start(1, ring[0], column, kk)]), lead(1))
-                    sums = T.meta_var([acc[m * per_tile + i] for i in range(per_tile)])
-                    T.ptx[mma](*sums, *ab, (kt + kk > 0), 1, 1, *flags)
+                    mma(acc, m * per_tile, *ab, (kt + kk > 0), flags)
             T.ptx.wgmma.commit_group.sync.aligned()
             T.ptx.wgmma.wait_group.sync.aligned(late)
             if late == 0:

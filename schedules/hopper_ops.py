@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvm.script import tirx as T
@@ -57,10 +58,37 @@ _PACK = {
 }
 
 
-def wgmma(dtype: str, n: int) -> str:
-    """Name the instruction of 64 x ``n`` float32 sums."""
+def wgmma(dtype: str, n: int) -> Callable[[Any, int, Any, Any, Any, tuple[int, ...]], Any]:
+    """Return what multiplies 64 rows by ``n`` columns into registers ``acc[first:]``.
+
+    ``(acc, first, a, b, add, flags)``: descriptors of A and B, whether the sums are added to, and
+    the immediates of the instruction. Sums are float32, of bytes int32.
+    """
     kind, item = OPERANDS[dtype]
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // item}.f32.{kind}.{kind}"
+    sums = "s32" if dtype == "int8" else "f32"
+    name = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // item}.{sums}.{kind}.{kind}"
+
+    def table(acc: Any, first: int, a: Any, b: Any, add: Any, flags: tuple[int, ...]) -> Any:
+        return T.ptx[name](*[acc[first + i] for i in range(n // 2)], a, b, add, *flags)
+
+    def own(acc: Any, first: int, a: Any, b: Any, add: Any, flags: tuple[int, ...]) -> Any:
+        args = (T.address_of(acc[first]), a, b, T.Cast("int32", add))
+        return T.cuda.func_call(f"tvmcap_wgmma_s8_n{n}", *args, source_code=_wide_int8(n, name))
+
+    return own if dtype == "int8" and n > 224 else table  # TIRx knows widths up to that
+
+
+def _wide_int8(n: int, name: str) -> str:
+    count = n // 2
+    places = ", ".join(f"%{i}" for i in range(count))
+    registers = ", ".join(f'"+r"(d[{i}])' for i in range(count))
+    return (
+        f"__forceinline__ __device__ void tvmcap_wgmma_s8_n{n}(unsigned* d,"
+        " unsigned long long a, unsigned long long b, int add)"
+        f'{{ asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;'
+        f' {name} {{{places}}}, %{count}, %{count + 1}, p; }}"'
+        f' : {registers} : "l"(a), "l"(b), "r"(add)); }}'
+    )
 
 
 def new_map(buffer: Any, extents: Any, box: Any, item: int) -> Any:
@@ -75,7 +103,9 @@ def new_map(buffer: Any, extents: Any, box: Any, item: int) -> Any:
     ones = [1] * len(extents)
     swizzle = {32: 1, 64: 2, 128: 3}[box[0] * item]
     modes = (0, swizzle, 2, 0)  # no interleave, swizzle, L2 promotion of 128 bytes, zero fill
-    args = (str(buffer.dtype), len(extents), buffer.data, *extents, *strides, *box, *ones, *modes)
+    # bytes are bytes to TMA
+    dtype = "uint8" if item == 1 else str(buffer.dtype)
+    args = (dtype, len(extents), buffer.data, *extents, *strides, *box, *ones, *modes)
     T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", tensor_map, *args))
     return tensor_map
 

@@ -9,7 +9,13 @@ SM_COUNT = 132
 """Streaming multiprocessors of an H100 SXM or H200 (NVIDIA H100 white paper)."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a thread block may have on sm_90 (CUDA C++ Programming Guide)."""
-OPERANDS = {"float16": ("f16", 2), "bfloat16": ("bf16", 2), "float32": ("tf32", 4)}
+OPERANDS = {
+    "float16": ("f16", 2),
+    "bfloat16": ("bf16", 2),
+    "float32": ("tf32", 4),
+    "int8": ("s8", 1),
+    "float8_e4m3fn": ("e4m3", 1),
+}
 """By dtype of the operands: wgmma's name for it, and bytes an element."""
 #: By CTAs of a cluster: clusters that fit at once where GPCs have 16 or 18 multiprocessors.
 CLUSTERS = {1: SM_COUNT, 2: SM_COUNT // 2, 4: 32, 8: 16}
@@ -43,6 +49,16 @@ class Plan:
     def item(self) -> int:
         """Bytes of an element of the operands."""
         return OPERANDS[self.dtype][1]
+
+    @property
+    def sums(self) -> str:
+        """Dtype in which products are added."""
+        return "int32" if self.dtype == "int8" else "float32"
+
+    @property
+    def held(self) -> str:
+        """Dtype of the registers that hold the sums: wgmma's words of 32 bits, where no floats."""
+        return "uint32" if self.sums == "int32" else "float32"
 
     @property
     def atom(self) -> int:

@@ -38,12 +38,14 @@ def _operands(gemm: Gemm) -> str | None:
         return f"operands of {left} and {right}, where wgmma needs one dtype"
     if left not in OPERANDS:
         return f"wgmma is used for {', '.join(OPERANDS)}, not for {left}"
-    if sums != "float32":
-        return f"sums in {sums}, where wgmma is used with float32"
+    wanted = "int32" if left == "int8" else "float32"
+    if sums != wanted:
+        return f"sums in {sums}, where wgmma adds {left} in {wanted}"
     if left == "float32" and not gemm.tf32:
         return "float32 without allow_tf32"
-    if left == "float32" and (gemm.a_layout, gemm.layout) != ("mk", "nk"):
-        return "wgmma takes tf32 operands with K innermost in memory only"
+    if OPERANDS[left][1] != 2 and (gemm.a_layout, gemm.layout) != ("mk", "nk"):
+        kind = "tf32" if left == "float32" else left
+        return f"wgmma takes {kind} operands with K innermost in memory only"
     return None
 
 

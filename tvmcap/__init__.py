@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tvmcap.base import errors as errors
 from tvmcap.base.config import Config as Config
 from tvmcap.base.config import Dim as Dim
+from tvmcap.base.quantization import Quantize as Quantize
+from tvmcap.base.ranges import Ranges as Ranges
 from tvmcap.versions import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ __all__ = [
     "Compiled",
     "Config",
     "Dim",
+    "Quantize",
+    "Ranges",
     "Score",
     "bisect",
     "build",

@@ -16,16 +16,16 @@ import torch
 import tvm
 from tvm import relax
 
-from tvmcap import pipeline
+from tvmcap import pipeline, quantized
+from tvmcap.base import quantization
 from tvmcap.base.codegen import make_target
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import TvmcapError
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.capture.export import Captured, capture
-from tvmcap.kernel import fallback
 from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import lower
+from tvmcap.library import lower, plain
 from tvmcap.runtime.vendor import NEEDS_TORCH, provide
 from tvmcap.verify.check import Subject, check_set, example_leaves
 from tvmcap.verify.cut import Cut, Operator
@@ -120,7 +120,8 @@ def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, 
     trace = pipeline.Trace()
     if config.vendor_matmul:
         provide((NEEDS_TORCH,), "this program")
-    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
+    quantize = quantized.quantizer(captured, config, target)
+    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul, quantize)
     choose = None if config.tune == "none" else Chooser(stores, target)
     passes = [*front, *pipeline.back(target, lookup, trace, choose)]
     stages = [("capture", captured.mod)]
@@ -139,7 +140,9 @@ def _subject(captured: Captured, mod: tvm.IRModule, target: Any, config: Config)
     ours = runner(mod, captured.signature, target)
     tf32 = config.allow_tf32 and target.kind.name == "cuda"
     sides = (ours, captured.eager, device, home)
-    return Subject(captured.signature, *sides, example, keywords, tf32=tf32)
+    options = quantization.parse(config.quantize)
+    floor = None if options is None else options.budget_db
+    return Subject(captured.signature, *sides, example, keywords, tf32=tf32, floor_db=floor)
 
 
 def _check(
@@ -160,7 +163,7 @@ def _failing(captured: Captured, mod: tvm.IRModule, target: Any, config: Config)
 def runner(mod: tvm.IRModule, signature: Signature, target: Any) -> Callable[..., Any]:
     """Compile a module of any stage without passes of ours; returns its callable."""
     planned = "tvmcap.outputs" in (mod["main"].attrs or {})
-    executable = lower.lower(mod, target) if planned else plain(mod, target)
+    executable = lower.lower(mod, target) if planned else plain.plain(mod, target)
     cuda = target.kind.name == "cuda"
     main = relax.VirtualMachine(executable, tvm.cuda(0) if cuda else tvm.cpu())["main"]
 
@@ -190,37 +193,6 @@ def _bind(signature: Signature, leaves: Sequence[torch.Tensor]) -> dict[str, int
         named = zip(spec.shape, leaf.shape, strict=True)
         sizes.update({s: int(n) for s, n in named if isinstance(s, str)})
     return sizes
-
-
-def plain(mod: tvm.IRModule, target: Any) -> Any:
-    """Lower with TVM's passes alone: operators to loops as they come, one allocation a tensor."""
-    t = relax.transform
-    with target, tvm.transform.PassContext(opt_level=3):
-        mod = t.LegalizeOps()(mod)
-        if target.kind.name == "cuda":
-            mod = _schedule(mod, target)
-        for step in (
-            t.ToNonDataflow(),
-            t.RemovePurityChecking(),
-            t.CallTIRRewrite(),
-            t.LowerAllocTensor(),
-            t.KillAfterLastUse(),
-            t.LowerRuntimeBuiltin(),
-            t.ComputePrimValue(),
-            t.VMShapeLower(),
-            t.AttachGlobalSymbol(),
-        ):
-            mod = step(mod)
-        return relax.build(mod, target, relax_pipeline=None)
-
-
-def _schedule(mod: tvm.IRModule, target: Any) -> tvm.IRModule:
-    """Bind loops to threads, without which nothing runs on a GPU."""
-    functions = dict(mod.functions.items())
-    for gvar, func in functions.items():
-        loose = isinstance(func, tvm.tirx.PrimFunc) and "tirx.is_scheduled" not in func.attrs
-        functions[gvar] = fallback.schedule(func, target)[0] if loose else func
-    return tvm.IRModule(functions, attrs=mod.attrs)
 
 
 def _operator(

@@ -21,6 +21,7 @@ from tvmcap.kernel import apply, models, registry
 from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
+from tvmcap.quantized import quantizer
 from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.scoreboard import counted
@@ -114,7 +115,8 @@ def _make(
     configure_threads()  # before any kernel runs here: TVM's pool cannot grow later
     trace = pipeline.Trace()
     captured = trace.timed("capture", lambda: capture(fn, args, kwargs, config))
-    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
+    quantize = quantizer(captured, config, target)
+    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul, quantize)
     fused = pipeline.run(captured.mod, front, target, config, trace)
     if isinstance(config.tune, int):
         from tvmcap.tune import tune_module
@@ -144,6 +146,7 @@ def _make(
         key=key,
         peak_bytes=pipeline.peak_bytes(planned),
         needs=apply.needs(trace.coverage),
+        quantization=None if quantize is None else quantize.to_json(),
     )
     sizes = example_sizes(manifest.signature, example_leaves(captured))
     score = counted(manifest, sizes, manifest.kernels).to_json()

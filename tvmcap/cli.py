@@ -36,6 +36,7 @@ _OPTION_HELP = {
     "disable": "passes to leave out, separated by commas",
     "allow_tf32": "on cuda, matmuls of float32 may be multiplied in tf32",
     "vendor_matmul": "leave matmuls to torch's kernels, which the library then needs",
+    "quantize": "8-bit products: int8, fp8, int8-weight-only, fp8-weight-only or auto",
     "verify": "compare the library with a higher-precision reference after building",
     "log_dir": "folder of tuning records",
     "cache_dir": "folder of the compile cache",
@@ -43,10 +44,9 @@ _OPTION_HELP = {
     "seed": "seed of every random choice",
     "workers": "processes that compile candidates",
 }
-#: ``dynamic`` has a form of its own; nothing stands behind the others yet.
+#: ``dynamic`` has a form of its own, ``calibration`` is tensors; nothing stands behind the others.
 _NO_OPTION = (
     "dynamic",
-    "quantize",
     "calibration",
     "backward",
     "memory_budget",

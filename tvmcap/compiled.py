@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import Manifest, rewrite_manifest
+from tvmcap.base.ranges import Ranges
 from tvmcap.base.score import Score
 from tvmcap.base.signature import Signature
 from tvmcap.library.export import copy_library
@@ -21,6 +22,7 @@ from tvmcap.runtime.executor import Executor
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
     from tvmcap.capture.export import Captured
+    from tvmcap.verify.accuracy import AccuracyReport
 
 
 logger = logging.getLogger("tvmcap")
@@ -53,6 +55,26 @@ class Compiled:
     def captured(self) -> Captured | None:
         """What capture found; None after ``load``."""
         return self.capture_again() if self.capture_again is not None else None
+
+    @property
+    def accuracy(self) -> AccuracyReport | None:
+        """What quantization cost, layer by layer, as measured at build; None where there is none.
+
+        ``explain`` shows it as a table.
+        """
+        from tvmcap.verify.accuracy import AccuracyReport
+
+        found = self.manifest.quantization
+        return AccuracyReport.from_json(found["report"]) if found else None
+
+    @property
+    def ranges(self) -> Ranges | None:
+        """What calibration found: ``build(..., calibration=lib.ranges)`` gives this library again.
+
+        None for a library that is not quantized; ``.save(path)`` writes a JSON file.
+        """
+        found = self.manifest.quantization
+        return Ranges.from_json(found["ranges"]) if found else None
 
     @property
     def signature(self) -> Signature:

@@ -50,9 +50,15 @@ class Trace:
 
 
 def front(
-    target: Any, allow_tf32: bool = False, vendor_matmul: bool = False
+    target: Any,
+    allow_tf32: bool = False,
+    vendor_matmul: bool = False,
+    quantize: Pass | None = None,
 ) -> list[tuple[str, Pass]]:
-    """From captured graph to fused kernels: what tuning sees."""
+    """From captured graph to fused kernels: what tuning sees.
+
+    ``quantize`` is the pass that makes some products 8-bit, where that is wanted.
+    """
     tf32 = allow_tf32 and target.kind.name == "cuda"
     pack = partial(spaces.pack_weight, target=target, allow_tf32=tf32)
     return [
@@ -65,6 +71,8 @@ def front(
         # what is constant can be packed; after widen, because TVM cannot legalize bf16
         # normalisations
         ("fold", canonicalize.fold),
+        # after fold, which makes constants of the weights, and would make floats of 8-bit ones
+        *([("quantize", quantize)] if quantize is not None else []),
         # before legalize: a matmul is still one operator
         ("layout", partial(layout.layout, pack=pack)),
         # operators to PrimFuncs, one each

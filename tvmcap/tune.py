@@ -45,6 +45,7 @@ def tune(
     from tvmcap import pipeline
     from tvmcap.base.codegen import make_target
     from tvmcap.capture.export import capture
+    from tvmcap.quantized import quantizer
     from tvmcap.view.progress import default_progress
 
     config = make_config(config, **options)
@@ -54,7 +55,8 @@ def tune(
     target = make_target(config.target)
     open_stores(config, target).writer.check_writable()
     captured = capture(fn, args, kwargs, config)
-    passes = pipeline.front(target, config.allow_tf32, config.vendor_matmul)
+    quantize = quantizer(captured, config, target)
+    passes = pipeline.front(target, config.allow_tf32, config.vendor_matmul, quantize)
     fused = pipeline.run(captured.mod, passes, target, config, pipeline.Trace())
     return tune_module(fused, target, config, progress or default_progress())
 

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tvmcap.base import quantization, ranges
 from tvmcap.base.errors import ConfigError
+from tvmcap.base.quantization import Quantize
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,8 +68,6 @@ class Dim:
 
 #: Options whose names are fixed and whose passes do not exist yet: only the default is accepted.
 _RESERVED: dict[str, Any] = {
-    "quantize": None,
-    "calibration": None,
     "backward": False,
     "memory_budget": 1.0,
     "rpc": None,
@@ -85,8 +85,10 @@ class Config:
     constants: names of arguments frozen into the library at their example values.
     tune: ``"cached"`` (use records), ``"none"`` (rules alone) or a number of trials to run first.
     budget_s: seconds that tuning may take in all; None for no limit.
-    quantize, calibration, backward, memory_budget, rpc: reserved; refused until there is something
-        behind them.
+    quantize: a scheme such as ``"int8"``, ``"auto"``, or a ``Quantize``; None for no quantization.
+    calibration: inputs (a tensor or a tuple of arguments each), ``Ranges`` or the path of their
+        file; what ``quantize`` may need to know of activations.
+    backward, memory_budget, rpc: reserved; refused until there is something behind them.
     disable: names of passes to leave out (``tvmcap.pipeline`` holds the list).
     allow_tf32: on cuda, float32 matmuls may multiply in tf32 (10 mantissa bits) and add in float32,
         and ``verify`` holds them to that error; on llvm it changes nothing.
@@ -104,7 +106,7 @@ class Config:
     constants: tuple[str, ...] = ()
     tune: str | int = "cached"
     budget_s: float | None = None
-    quantize: str | None = None
+    quantize: str | Quantize | Mapping[str, Any] | None = None
     calibration: Any = None
     backward: bool = False
     memory_budget: float = 1.0
@@ -123,6 +125,12 @@ class Config:
         """Check what can be checked without a target."""
         for name in FIELDS:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
+        if self.calibration is not None and self.quantize is None:
+            raise ConfigError("calibration has no effect without quantize; pass quantize='int8'")
+        if self.vendor_matmul and self.quantize is not None:
+            raise ConfigError(
+                "vendor_matmul leaves the products to torch that quantize would rewrite; choose one"
+            )
 
     def to_json(self, *, only_code: bool = False) -> dict[str, Any]:
         """Return plain JSON data; ``only_code`` leaves out what cannot change the library."""
@@ -139,6 +147,8 @@ _NO_CODE = ("verify", "workers", "rpc", "log_dir", "cache_dir", "dump", "budget_
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Quantize | ranges.Ranges | ranges.Samples):
+        return value.to_json()
     return asdict(value) if isinstance(value, Dim) else str(value)
 
 
@@ -159,6 +169,12 @@ def _is_seconds(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value) and value > 0
 
+
+#: Fields with a form of their own.
+_PARSED: dict[str, Callable[[Any], Any]] = {
+    "quantize": quantization.parse,
+    "calibration": ranges.parse,
+}
 
 #: What each field must hold, and how to say that.
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -199,6 +215,11 @@ def _checked(name: str, value: Any, where: str = "") -> Any:
                 "out"
             )
         return value
+    if name in _PARSED:
+        try:
+            return _PARSED[name](value)
+        except ConfigError as e:
+            raise ConfigError(f"{where}{e}") from e
     plain = _plain_form(name, value)
     fits, expected = _EXPECTED[name]
     if not fits(plain):

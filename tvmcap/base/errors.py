@@ -38,6 +38,14 @@ class ContractError(BuildError):
     """A pass left a module that breaks the pass's contract (checked under ``TVMCAP_CHECK=1``)."""
 
 
+class QuantizeError(BuildError):
+    """A model cannot be quantized as asked: no layer, no calibration data, unusable activations."""
+
+
+class AccuracyError(QuantizeError):
+    """Quantization costs more accuracy than the budget allows; the message is the report."""
+
+
 class ToolchainError(BuildError):
     """A compiler, linker or package that the target needs is missing or does not fit."""
 

@@ -60,6 +60,7 @@ class Manifest:
     config: the options that made it.
     key: its key in the compile cache.
     needs: packages that it calls where it runs, such as ``torch``.
+    quantization: the options, the ranges of the calibration and the report of a quantized model.
     peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
         bounds.
     """
@@ -79,6 +80,7 @@ class Manifest:
     key: str | None = None
     peak_bytes: int | None = None
     needs: tuple[str, ...] = ()
+    quantization: Mapping[str, Any] | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:

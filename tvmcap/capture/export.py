@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Captured:
     eager: the function in PyTorch, called as the signature says.
     args, kwargs: the example inputs, as the signature says.
     lines: operator of the graph to the first source line that uses it.
+    weights: the frozen tensors by name.
     """
 
     mod: tvm.IRModule
@@ -55,6 +56,7 @@ class Captured:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     lines: dict[str, str]
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def capture(
@@ -152,7 +154,8 @@ def _finish(
     placeholders = _user_placeholders(program)
     symbols = Symbols(free, [node.meta["val"] for node in placeholders], names)
     params = list(zip(_identifiers(names), placeholders, strict=True))
-    mod = ir.import_graph(program, params, _constants(program), symbols)
+    constants = _constants(program)
+    mod = ir.import_graph(program, params, constants, symbols)
     values = [node.meta["val"] for node in _outputs(program)]
     signature = Signature(
         inputs=tuple(
@@ -167,9 +170,9 @@ def _finish(
     )
     args, kwargs = call.examples()
     eager = call.eager if call.frozen else call.fn
-    return Captured(
-        mod, signature, tuple(dict.fromkeys(frozen.values())), eager, args, kwargs, lines
-    )
+    weights = {frozen[name]: value for name, value in constants.items() if name in frozen}
+    used = tuple(dict.fromkeys(frozen.values()))
+    return Captured(mod, signature, used, eager, args, kwargs, lines, weights)
 
 
 def _user_placeholders(program: ExportedProgram) -> list[fx.Node]:

@@ -107,11 +107,14 @@ class _Layout:
         if views.plain(lhs.ty.shape.values[-1]) == 0:
             return None  # an empty sum
         a, b = (Operand.of(*self._all_seen(x)) for x in (lhs, rhs))
-        packed = None
-        if isinstance(rhs, GenericConst) and rhs.ty.ndim == 2:
-            packed = self.pack(rhs.value, lhs.ty, dtype)
+        packed, weight = None, _constant(builder, rhs)
+        if weight is not None and weight.ty.ndim == 2:
+            packed = self.pack(weight.value, lhs.ty, dtype)
+            if packed is None and weight is not rhs:
+                b = Operand.of(views.whole(weight))
         shapes = views.unfolded(a, b) if self.is_free else None
-        if packed is None and shapes is None and not (a.transposed or b.transposed):
+        stays = shapes is None and not (a.transposed or b.transposed)
+        if packed is None and stays and weight in (None, rhs):
             return None
         left, right = shapes or (a.stored, b.stored)
         if packed is None:
@@ -126,6 +129,17 @@ class _Layout:
         view = View(var, views.reshape(views.whole(var).dims, extents) or ())
         same = views.same_shape(var.ty.shape.values, extents)
         return var if same else self._reshape(builder, view, extents)
+
+
+def _constant(builder: Any, value: Any) -> Any:
+    """Return the constant that a value is, or is a cast of; None for another value.
+
+    A quantized weight is a cast constant: its kernel reads it in few bits and widens it itself.
+    """
+    if isinstance(value, relax.Var):
+        bound = builder.lookup_binding(value)
+        value = bound.args[0] if is_op(bound, "astype") else None
+    return value if isinstance(value, GenericConst) else None
 
 
 def _only_viewed(main: Any) -> set[Any]:

@@ -208,13 +208,19 @@ def reduced_axes(func: tirx.PrimFunc) -> tuple[int, int]:
         loads: list[Any] = []
         tvm_ffi.structural_walk(block.body, (tvm.ir.TensorLoad, loads.append))
         for load in loads:
-            if any(_same(index, var) for index in load.indices for var in over):
+            if any(_uses(index, over) for index in load.indices):
                 rows = len(load.indices) - len(over)
                 plain = rows >= 0 and _same_all(load.indices, [*own[:rows], *over])
                 found.add((len(load.indices), rows) if plain else (0, 0))
 
     tvm_ffi.structural_walk(func.body, (tvm.s_tir.SBlock, see))
     return max(found) if found and (0, 0) not in found else (0, 0)
+
+
+def _uses(index: Any, variables: Sequence[Any]) -> bool:
+    found: list[Any] = []
+    tvm_ffi.structural_walk(index, (tirx.Var, found.append))
+    return any(var.same_as(own) for var in found for own in variables)
 
 
 def _broadcasts(shape: Sequence[Any], to: Sequence[Any]) -> bool:

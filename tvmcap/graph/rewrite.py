@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm
@@ -29,16 +29,18 @@ def rebuild(
     emit: Emit,
     finish: Callable[[Any, int, Any], Any] | None = None,
     enter: Callable[[Any], None] | None = None,
+    extra: Sequence[Any] = (),
 ) -> tvm.IRModule:
     """Walk main and rebind each value to what ``emit`` gives; None keeps the value.
 
     ``finish(builder, i, output)`` may change output ``i``; ``enter(var)`` is told the variable of
-    each binding, as main has it, before its value is emitted.
+    each binding, as main has it, before its value is emitted; the new main also returns the values
+    of the variables ``extra``.
     """
     main = mod["main"]
     builder = relax.BlockBuilder(mod)
     env: dict[Any, Any] = {}
-    outputs = outputs_of(main)
+    outputs = [*outputs_of(main), *extra]
     with builder.function("tvmcap_main", list(main.params), attrs=dict(main.attrs or {})):
         with builder.dataflow():
             for block in main.body.blocks:

@@ -15,6 +15,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvmcap.kernel import fp8
 from tvmcap.kernel.cells import settle
 from tvmcap.kernel.epilogue import named
 
@@ -87,7 +88,12 @@ def expand(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     ``max`` and ``min`` become selects that keep a NaN of either side, as PyTorch does.
     """
-    forms = ((tvm.ir.Call, _rewrite), (tirx.Max, _max), (tirx.Min, _min))
+    forms = (
+        (tvm.ir.Call, _rewrite),
+        (tirx.Max, _max),
+        (tirx.Min, _min),
+        (tirx.Cast, _cast),
+    )
     return func.with_body(settle(tvm_ffi.structural_map(func.body, forms)))
 
 
@@ -100,6 +106,12 @@ def _rewrite(call: Any) -> Expr:
     if result is None or dtype == "float32":
         return call if result is None else result
     return tirx.Cast(dtype, result)
+
+
+def _cast(node: Any) -> Expr:
+    if not str(node.ty).startswith(fp8.E4M3) or not str(node.value.ty).startswith("float32"):
+        return node
+    return fp8.encode(node.value, _let)
 
 
 def _max(node: Any) -> Expr:

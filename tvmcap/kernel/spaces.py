@@ -10,6 +10,7 @@ import numpy as np
 import tvm
 from tvm import tirx
 
+from tvmcap.base.quantization import LARGEST
 from tvmcap.graph import layout
 from tvmcap.graph.layout import Product
 from tvmcap.kernel import registry, tensor_core_rule
@@ -95,11 +96,17 @@ def pack_weight(
     data = weight.numpy()
     columns = data.shape[1]
     if target.kind.name == "cuda":
-        if not (allow_tf32 and str(lhs.dtype) == str(weight.dtype) == "float32"):
+        tf32 = allow_tf32 and str(lhs.dtype) == str(weight.dtype) == "float32"
+        narrow = str(lhs.dtype) == str(weight.dtype) and str(weight.dtype) in LARGEST
+        if not (tf32 or narrow):
             return None
-        # tensor cores read 32-bit operands with K innermost only
+        # tensor cores read operands of 32 and of 8 bits with K innermost only
         return np.ascontiguousarray(data.T), lambda left: layout.matmul(dtype, left, "nk")
     width = cpu_target.pack_width(str(lhs.dtype), target)
+    if dtype == "int32" and str(lhs.dtype) == str(weight.dtype) == "int8":
+        return gemm_match.group(
+            data, width
+        ), lambda left: lambda x, packed: gemm_match.grouped_matmul(x, packed, columns, left)
 
     def expression(left: str) -> Product:
         return lambda x, packed: gemm_match.packed_matmul(x, packed, columns, dtype, left)

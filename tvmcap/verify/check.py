@@ -19,6 +19,7 @@ import torch
 from tvmcap.base.errors import TvmcapError, VerifyError
 from tvmcap.base.numerics import Array, Comparison, compare, to_numpy
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
+from tvmcap.verify.accuracy import hold
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.reference import (
     in_parts,
@@ -85,7 +86,8 @@ def verify(
 class Subject:
     """What is compared: ``ours`` and ``eager`` with one calling convention, and where each runs.
 
-    With ``tf32`` the error that eager makes with products in tf32 decides the budget.
+    With ``tf32`` the error that eager makes with products in tf32 decides the budget. With
+    ``floor_db``, for a quantized library, it is the noise: that far below the signal at least.
     """
 
     signature: Signature
@@ -97,6 +99,7 @@ class Subject:
     keywords: tuple[str, ...] = ()
     fixed: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     tf32: bool = False
+    floor_db: float | None = None
 
     @staticmethod
     def of(compiled: Any, reference: Callable[..., Any] | None) -> Subject:
@@ -119,7 +122,9 @@ class Subject:
         keywords = () if captured is None else tuple(captured.kwargs)
         tf32 = device.type == "cuda" and bool(compiled.manifest.config.get("allow_tf32"))
         sides = (compiled, eager, device, home)
-        return Subject(compiled.signature, *sides, example, keywords, tf32=tf32)
+        quantized = compiled.manifest.quantization
+        floor = float(quantized["options"]["budget_db"]) if quantized else None
+        return Subject(compiled.signature, *sides, example, keywords, tf32=tf32, floor_db=floor)
 
     def call(self, fn: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
         """Call ``fn`` with the flat inputs ``leaves``, its ``keywords`` by keyword."""
@@ -223,10 +228,13 @@ def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
         )
     ours = subject.run_ours(leaves)
     specs = subject.signature.outputs
-    return tuple(
+    found = [
         compare(o, r, e, name=s.name, dtype=s.dtype)
         for o, r, e, s in zip(ours, wide, eager, specs, strict=True)
-    )
+    ]
+    if subject.floor_db is not None:
+        found = [hold(*x, subject.floor_db) for x in zip(found, ours, wide, strict=True)]
+    return tuple(found)
 
 
 def _worth_redrawing(outputs: Sequence[Comparison]) -> bool:

@@ -1,0 +1,239 @@
+"""Quantized builds: accuracy by figure, size, what calibration reproduces, and clear refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tvmcap
+from tvmcap.base.errors import AccuracyError, QuantizeError
+from tvmcap.quantized import check_target
+
+K, N = 4096, 64
+OUTLIERS = [3, 77, 500, 1024, 2000, 4000]
+
+
+class Block(nn.Module):
+    """A linear with the tanh form of GELU; weights normal, so that sums are about 1."""
+
+    def __init__(self, k=K, n=N):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(k, n)
+        nn.init.normal_(self.up.weight, std=k**-0.5)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.up(x), approximate="tanh")
+
+
+class Model(nn.Module):
+    """Three layers, two of them reading one norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.LayerNorm(48)
+        self.up, self.gate, self.head = nn.Linear(48, 80), nn.Linear(48, 80), nn.Linear(80, 16)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.head(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def data(rows, k, seed, outliers=False):
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+    if outliers:
+        x[:, OUTLIERS] *= 40
+    return x
+
+
+def build(model, x, tmp_path, **options):
+    common = {"target": "llvm", "dynamic": {0: {0: "B"}}, "verify": False, "tune": "none"}
+    options = {**common, "cache_dir": str(tmp_path), **options}
+    return tvmcap.build(model.eval(), (x,), **options)
+
+
+def sqnr_db(model, lib, x):
+    with torch.no_grad():
+        want, got = model.double()(x.double()), lib(x).double()
+    model.float()
+    return float(10 * torch.log10(want.square().sum() / (want - got).square().sum()))
+
+
+def samples(count, rows, k, **kinds):
+    return [data(rows, k, 100 + i, **kinds) for i in range(count)]
+
+
+def test_gaussian_data_keeps_37_db_and_a_quarter_of_the_bytes(tmp_path) -> None:
+    model, x = Block(), data(64, K, 0)
+    lib = build(model, x, tmp_path, quantize="int8", verify=True)
+    assert sqnr_db(model, lib, data(50, K, 1)) >= 37
+    (out,), (up,) = lib.accuracy.outputs, lib.accuracy.layers
+    assert out.sqnr_db >= 37 and out.cosine >= 0.9997 and up.saturation == 0
+    assert (up.name, up.scheme) == ("up.weight", "int8")
+    assert up.bytes_after <= 0.27 * up.bytes_before
+    score = lib.scoreboard(baselines=False)
+    assert score.kernels == 2 and score.weight_bytes <= 0.27 * 4 * (K * N + N)
+    assert lib.manifest.verified
+    served = {task["served_by"] for task in lib.manifest.coverage}
+    assert "template:cpu_gemm" in served
+    assert "up.weight" in lib.explain() and "SQNR dB" in lib.explain()
+
+
+def test_outlier_channels_keep_33_db_with_smoothing_alone(tmp_path) -> None:
+    model, x = Block(), data(64, K, 0, outliers=True)
+    plain = build(model, x, tmp_path, quantize="int8")
+    assert sqnr_db(model, plain, x) < 25
+    lib = build(
+        model,
+        x,
+        tmp_path,
+        quantize={"smooth": 0.5},
+        calibration=samples(4, 48, K, outliers=True),
+    )
+    assert sqnr_db(model, lib, data(50, K, 1, outliers=True)) >= 33
+    assert lib.accuracy.outputs[0].cosine >= 0.9997
+
+
+@pytest.mark.parametrize(
+    ("quantize", "least"),
+    [
+        ("int8-weight-only", 40),
+        ({"activations": "static", "method": "mse"}, 30),
+        ({"scheme": "fp8", "activations": "static"}, 23),
+    ],
+    ids=str,
+)
+def test_every_scheme_is_as_accurate_as_its_bits(quantize, least, tmp_path) -> None:
+    model, x = Model(), data(24, 48, 0)
+    calibration = samples(4, 64, 48) if isinstance(quantize, dict) else None
+    lib = build(model, x, tmp_path, quantize=quantize, calibration=calibration)
+    for rows in (1, 7, 130):
+        assert sqnr_db(model, lib, data(rows, 48, rows)) >= least - 2
+    assert lib.accuracy.outputs[0].sqnr_db >= least
+    noise = [a.sqnr_db for a in lib.accuracy.layers]
+    assert len(noise) == 3 and noise == sorted(noise)
+
+
+def test_half_precision_models_keep_their_dtype(tmp_path) -> None:
+    model, x = Model().to(torch.bfloat16), data(24, 48, 0).bfloat16()
+    lib = build(model, x, tmp_path, quantize="int8")
+    assert lib(x).dtype == torch.bfloat16 and lib.accuracy.ok
+    assert lib.accuracy.bytes_after <= 0.53 * lib.accuracy.bytes_before + 4 * (80 + 80 + 16)
+
+
+def test_saved_ranges_give_the_same_library(tmp_path) -> None:
+    model, x = Model(), data(24, 48, 0)
+    options = {"quantize": {"activations": "static", "smooth": 0.5, "method": "percentile"}}
+    lib = build(model, x, tmp_path, **options, calibration=samples(4, 64, 48))
+    path = lib.ranges.save(tmp_path / "ranges.json")
+    assert path.stat().st_size < 8192
+    again = build(model, x, tmp_path, **options, calibration=path)
+    assert torch.equal(lib(x), again(x)) and again.ranges == lib.ranges
+    loaded = tvmcap.load(lib.export(tmp_path / "model.so"))
+    assert loaded.ranges == lib.ranges and loaded.accuracy == lib.accuracy
+    assert torch.equal(loaded(x), lib(x))
+
+
+def test_layers_stay_out_by_name(tmp_path) -> None:
+    model, x = Model(), data(24, 48, 0)
+    lib = build(model, x, tmp_path, quantize={"keep": ("head", "g*")})
+    kept = {a.name: a.scheme for a in lib.accuracy.layers}
+    assert kept == {"up.weight": "int8", "gate.weight": "kept", "head.weight": "kept"}
+
+
+def test_a_budget_that_is_missed_fails_with_the_report(tmp_path) -> None:
+    model, x = Model(), data(24, 48, 0)
+    with pytest.raises(AccuracyError, match="OUTSIDE the budget of 60 dB") as caught:
+        build(model, x, tmp_path, quantize={"budget_db": 60})
+    assert all(f"{name}.weight" in str(caught.value) for name in ("up", "gate", "head"))
+
+
+class Rough(nn.Module):
+    """A layer that int8 spoils, for one channel is a thousand times the others, and one it suits.
+
+    That channel's weights are small, so that the others decide the result.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 16)
+        with torch.no_grad():
+            self.first.weight[:, 0] *= 1e-4
+
+    def forward(self, x):
+        factor = torch.ones(64)
+        factor[0] = 1000.0
+        return self.second(torch.relu(self.first(x * factor)))
+
+
+def test_auto_keeps_out_what_misses_the_budget(tmp_path) -> None:
+    model, x = Rough(), data(24, 64, 0)
+    options = {"scheme": "int8", "budget_db": 28, "auto": True}
+    lib = build(model, x, tmp_path, quantize=options)
+    held = {a.name: a.scheme for a in lib.accuracy.layers}
+    assert held == {"first.weight": "kept", "second.weight": "int8"}
+    assert lib.ranges.kept == ("first.weight",) and sqnr_db(model, lib, x) >= 28
+    again = build(model, x, tmp_path, quantize=options, calibration=lib.ranges)
+    assert torch.equal(again(x), lib(x))
+    with pytest.raises(AccuracyError):
+        build(model, x, tmp_path, quantize={**options, "auto": False})
+
+
+def test_calibration_that_is_missing_or_does_not_fit(tmp_path) -> None:
+    model, x = Model(), data(24, 48, 0)
+    static = {"activations": "static"}
+    with pytest.raises(QuantizeError, match="needs inputs to calibrate on: pass calibration="):
+        build(model, x, tmp_path, quantize=static)
+    with pytest.raises(QuantizeError, match="smooth= needs inputs"):
+        build(model, x, tmp_path, quantize={"smooth": 0.5})
+    with pytest.raises(QuantizeError, match="calibration input 1: x: expected float32"):
+        bad = [x, x.double()]
+        build(model, x, tmp_path, quantize=static, calibration=bad)
+    with pytest.raises(QuantizeError, match=r"NaN or Inf in the input of layer '\w+\.weight'"):
+        build(model, x, tmp_path, quantize=static, calibration=[x * np.nan, x])
+    with pytest.raises(QuantizeError, match="is 0 everywhere"):
+        build(Block(48), x, tmp_path, quantize=static, calibration=[x * 0, x])
+    with pytest.raises(QuantizeError, match=r"do not cover layer '\w+\.weight'"):
+        build(model, x, tmp_path, quantize=static, calibration=tvmcap.Ranges())
+
+
+def test_models_and_layers_that_cannot_be_quantized(tmp_path, monkeypatch) -> None:
+    x = data(4, 48, 0)
+    with pytest.raises(QuantizeError, match="nothing to quantize: no product in this model"):
+        build(nn.GELU(), x, tmp_path, quantize="int8")
+    with pytest.raises(QuantizeError, match=r"names every layer: up\.weight"):
+        build(Block(48), x, tmp_path, quantize={"keep": "*"})
+    with pytest.raises(QuantizeError, match=r"keep='down' names no layer; layers: up\.weight"):
+        build(Block(48), x, tmp_path, quantize={"keep": ("down",)})
+    monkeypatch.setattr("tvmcap.quantized.MAX_K", 40)
+    with pytest.raises(QuantizeError, match=r"'up\.weight' sums 48 products .* at most 40"):
+        build(Block(48), x, tmp_path, quantize="int8")
+
+
+def test_a_scheme_that_the_target_lacks() -> None:
+    target = tvmcap.base.codegen.make_target({"kind": "cuda", "arch": "sm_80"})
+    with pytest.raises(QuantizeError, match="sm_80 has no e4m3"):
+        check_target(tvmcap.Quantize(scheme="fp8"), target)
+    check_target(tvmcap.Quantize(), target)
+
+
+def test_arguments_are_quantized_where_they_are_constant(tmp_path) -> None:
+    def product(x, w):
+        return x @ w
+
+    x, w = data(8, 48, 0), data(48, 20, 1)
+    with pytest.raises(QuantizeError, match="constants="):
+        tvmcap.build(product, (x, w), target="llvm", quantize="int8", cache_dir=str(tmp_path))
+    lib = tvmcap.build(
+        product,
+        (x, w),
+        target="llvm",
+        quantize="int8",
+        constants=("w",),
+        cache_dir=str(tmp_path),
+    )
+    assert lib.accuracy.layers[0].name == "w" and lib.accuracy.ok

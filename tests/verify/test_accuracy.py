@@ -1,0 +1,92 @@
+"""The measures of what quantization costs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+from tvmcap.base.numerics import compare
+from tvmcap.graph.quantize import Layer, Plan, quantized_weight
+from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, hold, imitate, report
+
+
+def measured(*pairs):
+    noise = Noise()
+    for want, got in pairs:
+        noise.add(np.asarray(want, np.float32), np.asarray(got, np.float32))
+    return noise
+
+
+def test_signal_to_noise_of_known_values() -> None:
+    noise = measured(([3, 4], [3, 4.5]))
+    assert noise.sqnr_db == pytest.approx(20.0) and noise.most == 0.5
+    assert measured(([3], [3]), ([4], [4.5])).sqnr_db == pytest.approx(20.0)
+    assert measured(([1, 0], [0, 1])).cosine == 0
+    assert measured(([1, 2], [1, 2])).sqnr_db == math.inf
+    assert measured(([0], [0])).cosine == 1 and measured(([0], [1])).sqnr_db == -math.inf
+    assert measured(([1], [np.nan])).sqnr_db == -math.inf
+    assert measured(([1, np.nan], [1, 5])).sqnr_db == math.inf
+
+
+def layer(k=64, n=8, seed=0):
+    weight = np.random.default_rng(seed).standard_normal((k, n), dtype=np.float32)
+    return Layer("up", None, None, relax.const(weight)), weight
+
+
+@pytest.mark.parametrize(
+    ("plan", "least", "most"),
+    [
+        (Plan("int8"), 36, 46),
+        (Plan("int8", weight_only=True), 40, 52),
+        (Plan("float8_e4m3fn"), 24, 32),
+        (Plan("int8", clip=1.0), 0, 20),
+    ],
+)
+def test_the_noise_of_a_scheme_is_what_its_bits_say(plan, least, most) -> None:
+    _, weight = layer()
+    x = np.random.default_rng(1).standard_normal((256, 64), dtype=np.float32)
+    got, outside = imitate(x, *quantized_weight(weight, plan), plan)
+    assert least < measured((x @ weight, got)).sqnr_db < most
+    assert outside == (int((np.abs(x) > 1).sum()) if plan.clip else 0)
+
+
+def test_a_report_is_sorted_worst_first_and_survives_json() -> None:
+    found, weight = layer()
+    other = LayerNoise(Layer("kept", None, None, found.weight), None)
+    one = LayerNoise(found, Plan("int8", clip=2.0))
+    x = np.random.default_rng(2).standard_normal((16, 64), dtype=np.float32)
+    other.add(x, x @ weight, x @ weight)
+    one.add(x, x @ weight, x @ weight + 0.1)
+    made = report([other, one], {"out0": measured(([1, 2], [1, 2.01]))}, 30.0, 1, "inputs")
+    assert [a.name for a in made.layers] == ["up", "kept"] and made.ok
+    up = made.layers[0]
+    assert up.saturation == pytest.approx((np.abs(x) > 2).mean())
+    assert (up.bytes_before, up.bytes_after) == (64 * 8 * 4, 64 * 8 + 8 * 4)
+    assert made.bytes_after == up.bytes_after + 64 * 8 * 4
+    assert AccuracyReport.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert not report([one], {"out0": measured(([1], [2]))}, 30.0, 1, "inputs").ok
+
+
+def test_a_quantized_output_is_judged_by_its_noise() -> None:
+    want = np.array([1.0, 2.0, 4.0], np.float32)
+    noisy = want + np.array([0.01, -0.02, 0.01], np.float32)
+    outside = compare(noisy, want, want)
+    assert not outside.ok
+    assert hold(outside, noisy, want, 30.0).ok and not hold(outside, noisy, want, 60.0).ok
+    nan = np.array([1.0, np.nan, 4.0], np.float32)
+    assert not hold(compare(nan, want, want), nan, want, 30.0).ok
+    ids = np.array([1, 2]), np.array([1, 3])
+    assert hold(compare(*ids), *ids, 30.0).ok
+
+
+def test_a_layer_knows_its_weight() -> None:
+    found, weight = layer(4, 2)
+    assert found.k == 4 and found.bytes == 32
+    np.testing.assert_array_equal(found.values(), weight)
+    half = relax.const(tvm.runtime.tensor(weight.astype(np.float16)))
+    assert Layer("h", None, None, half).bytes == 16

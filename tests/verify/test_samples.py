@@ -1,0 +1,69 @@
+"""Calibration inputs: what fits the signature, and the range of sizes they cover."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tvmcap.base.errors import QuantizeError
+from tvmcap.base.signature import DimSpec, Signature, TensorSpec
+from tvmcap.verify import samples
+
+LEAF = {"kind": "leaf", "index": 0}
+SIGNATURE = Signature(
+    inputs=(TensorSpec("x", "float32", ("B", 4)),),
+    outputs=(TensorSpec("out0", "float32", ("B", 2)),),
+    dims=(DimSpec("B", 2, 64),),
+    in_tree={"kind": "tuple", "items": [LEAF]},
+    out_tree=LEAF,
+    arg_names=("x",),
+)
+
+
+def test_an_input_that_fits_is_copied() -> None:
+    x = torch.ones(6, 4)
+    (leaf,) = samples.leaves(SIGNATURE, (x,), 0)
+    x.zero_()
+    assert leaf.shape == (6, 4) and bool((leaf == 1).all())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        (torch.ones(6, 4), torch.ones(6, 4)),
+        (torch.ones(6, 5),),
+        (torch.ones(4),),
+        (torch.ones(65, 4),),
+        (torch.ones(1, 4),),
+        (torch.ones(6, 4, dtype=torch.float16),),
+        ("text",),
+    ],
+)
+def test_an_input_that_does_not_fit_is_named(args) -> None:
+    with pytest.raises(QuantizeError, match="calibration input 3"):
+        samples.leaves(SIGNATURE, args, 3)
+
+
+def test_one_size_is_spread_over_the_declared_range() -> None:
+    inputs = [[torch.randn(32, 4)], [torch.randn(32, 4)]]
+    found = samples.spread(SIGNATURE, inputs)
+    assert sorted(one[0].shape[0] for one in found) == [2, 2, 16, 16, 32, 32]
+    assert any(torch.equal(one[0], inputs[1][0][:16]) for one in found)
+    several = [[torch.randn(32, 4)], [torch.randn(8, 4)]]
+    assert len(samples.spread(SIGNATURE, several)) == 2
+
+
+def test_the_last_quarter_is_held_out() -> None:
+    inputs = [[torch.zeros(2, 4)] for _ in range(8)]
+    seen, held_out = samples.split(inputs)
+    assert (len(seen), len(held_out)) == (6, 2)
+    assert [len(part) for part in samples.split(inputs[:1])] == [1, 0]
+    assert [len(part) for part in samples.split(inputs[:2])] == [1, 1]
+
+
+def test_drawn_inputs_are_like_the_example_and_repeat() -> None:
+    example = [torch.full((5, 4), 3.0) + torch.randn(5, 4)]
+    first, second = (samples.drawn(SIGNATURE, example, 0) for _ in range(2))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
+    assert first[0][0].shape == (5, 4) and not torch.equal(first[0][0], first[1][0])

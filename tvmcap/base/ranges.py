@@ -1,0 +1,144 @@
+"""What calibration is given and what it finds: inputs of the model, ranges of its activations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tvmcap.base.errors import ConfigError
+
+FORMAT = "tvmcap-ranges-1"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The input of one layer over the calibration inputs.
+
+    Attributes
+    ----------
+    low, high: smallest and largest value seen.
+    clip: magnitude that the largest quantized value stands for.
+    channels: largest magnitude in each channel; empty where no scheme asked for it.
+    """
+
+    low: float
+    high: float
+    clip: float
+    channels: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The range of each layer's input, by the layer's name; a small JSON file.
+
+    A build with the ranges of another build's calibration is that build, exactly.
+
+    Attributes
+    ----------
+    layers: what calibration saw, for the layers whose scheme depends on it.
+    kept: layers that ``auto`` left as they were.
+    """
+
+    layers: Mapping[str, Range] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON data; ``from_json`` is its inverse."""
+        layers = {
+            name: {"low": r.low, "high": r.high, "clip": r.clip, "channels": list(r.channels)}
+            for name, r in self.layers.items()
+        }
+        return {"format": FORMAT, "layers": layers, "kept": list(self.kept)}
+
+    @staticmethod
+    def from_json(data: Any) -> Ranges:
+        """Read what ``to_json`` wrote; raises ConfigError where it is malformed."""
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r}, expected {FORMAT!r}")
+            layers = {str(name): _range(entry) for name, entry in data["layers"].items()}
+            return Ranges(layers, tuple(map(str, data["kept"])))
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise ConfigError(
+                f"calibration: not the ranges that Ranges.save wrote ({e!r}); calibrate again"
+            ) from e
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write them to a JSON file."""
+        file = Path(path)
+        try:
+            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as e:
+            raise ConfigError(f"cannot write the ranges to {file}: {e}") from e
+        return file
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Ranges:
+        """Read a file that ``save`` wrote; raises ConfigError where that is not possible."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"calibration: cannot read ranges from {path}: {e}") from e
+        return Ranges.from_json(data)
+
+
+def _range(entry: Any) -> Range:
+    channels = tuple(float(c) for c in entry["channels"])
+    found = Range(float(entry["low"]), float(entry["high"]), float(entry["clip"]), channels)
+    values = (found.low, found.high, found.clip, *channels)
+    if not all(map(math.isfinite, values)) or found.clip <= 0 or found.low > found.high:
+        raise ValueError(f"impossible range {values[:3]}")
+    return found
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs of the model to calibrate on: one tuple of arguments each."""
+
+    inputs: tuple[tuple[Any, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a digest of the values, which tells one set of samples from another."""
+        from tvmcap.base.numerics import to_numpy  # numpy, which `import tvmcap` does without
+
+        digest = hashlib.sha256()
+        for args in self.inputs:
+            for value in args:
+                array = to_numpy(value) if _is_tensor(value) else None
+                text = repr(value) if array is None else f"{array.dtype}{array.shape}"
+                digest.update(text.encode())
+                digest.update(b"" if array is None else array.tobytes())
+        return {"samples": len(self.inputs), "sha256": digest.hexdigest()}
+
+
+def parse(value: Any) -> Samples | Ranges | None:
+    """Read the option ``calibration``: inputs, ranges, or the path of a file of ranges.
+
+    Each input is a tuple or list of arguments, or one tensor.
+    """
+    if value is None or isinstance(value, Samples | Ranges):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return Ranges.load(value)
+    if _is_tensor(value) or not isinstance(value, Iterable) or isinstance(value, bytes | Mapping):
+        raise ConfigError(
+            "calibration: expected an iterable of inputs (a tensor or a tuple of arguments each), "
+            f"tvmcap.Ranges or the path of their file, got {type(value).__name__}"
+        )
+    inputs = tuple(tuple(v) if isinstance(v, tuple | list) else (v,) for v in value)
+    if not inputs:
+        raise ConfigError(
+            "calibration: there are no inputs in it (an iterator may be used up); pass a list of "
+            "inputs"
+        )
+    return Samples(inputs)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")

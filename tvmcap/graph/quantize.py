@@ -1,0 +1,270 @@
+"""Quantize: products of constant weights in 8 bits, with scales that fusion draws into kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from tvmcap.base.quantization import LARGEST
+from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
+
+Array = npt.NDArray[Any]
+
+_TINY = 1e-30
+"""Least magnitude that a scale is made of: rows of zeros stay zeros."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A product with a constant weight.
+
+    Attributes
+    ----------
+    name: of the weight where it is a frozen tensor of the model, else ``matmul_N``.
+    x, y: variables of main that hold the input and the product.
+    weight: the constant [K, N].
+    """
+
+    name: str
+    x: Any
+    y: Any
+    weight: Any
+
+    @property
+    def k(self) -> int:
+        """Length of its sums."""
+        return int(self.weight.ty.shape.values[0])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weight as it is."""
+        return int(self.weight.value.numpy().nbytes)
+
+    def values(self) -> Array:
+        """Return the weight [K, N] in float32."""
+        return np.asarray(self.weight.value.numpy(), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one layer is quantized.
+
+    Attributes
+    ----------
+    dtype: ``"int8"`` or ``"float8_e4m3fn"``.
+    weight_only: the input keeps its dtype.
+    clip: static magnitude that the input's largest quantized value stands for; None for each row's
+        own largest, found at run time.
+    smooth: what each channel of the input is divided by, and of the weight multiplied by; layers of
+        one input share it.
+    """
+
+    dtype: str
+    weight_only: bool = False
+    clip: float | None = None
+    smooth: tuple[float, ...] = ()
+
+
+def layers(mod: tvm.IRModule, name_of: Callable[[Array], str | None]) -> list[Layer]:
+    """List the products that can be quantized, in the order of main.
+
+    ``name_of`` gives the name of a weight [K, N]; equal names are numbered.
+    """
+    found: list[Layer] = []
+    taken: dict[str, int] = {}
+    for block in mod["main"].body.blocks:
+        for binding in block.bindings:
+            value = binding.value
+            if not is_op(value, "matmul") or not _suits(*value.args):
+                continue
+            name = name_of(value.args[1].value.numpy()) or f"matmul_{len(found)}"
+            taken[name] = taken.get(name, 0) + 1
+            name = name if taken[name] == 1 else f"{name}#{taken[name]}"
+            found.append(Layer(name, value.args[0], binding.var, value.args[1]))
+    return found
+
+
+def _suits(x: Any, weight: Any) -> bool:
+    floats = isinstance(weight, GenericConst) and all(
+        str(t.ty.dtype.dtype) in ("float32", "float16", "bfloat16") for t in (x, weight)
+    )
+    return (
+        floats
+        and isinstance(x, relax.Var)
+        and weight.ty.ndim == 2
+        and x.ty.ndim >= 2
+        and 0 not in weight.value.shape
+    )
+
+
+def quantize(
+    mod: tvm.IRModule,
+    plans: Mapping[str, Plan],
+    found: Sequence[Layer],
+    extra: Sequence[Any] = (),
+) -> tvm.IRModule:
+    """Ensures the planned products hold 8-bit data and scales; their results keep their dtype.
+
+    Parameters
+    ----------
+    plans: by the name of a layer; layers without one stay as they are.
+    found: what ``layers`` gave for this module.
+    extra: variables of main whose values the new main returns after its own outputs.
+    """
+    walk = _Quantize(mod, {x.y: (x, plans[x.name]) for x in found if x.name in plans})
+    new = rebuild(mod, walk.emit, enter=walk.enter, extra=extra)
+    return relax.transform.DeadCodeElimination(["main"])(new)
+
+
+class _Quantize:
+    """Emits main anew.
+
+    Attributes
+    ----------
+    planned: variable of a product in the old main to its layer and plan.
+    users: how many bindings and outputs of the old main read a variable.
+    inputs: (input, plan) to the quantized input and its scale, shared by the layers that read it.
+    """
+
+    def __init__(self, mod: tvm.IRModule, planned: Mapping[Any, tuple[Layer, Plan]]) -> None:
+        self.planned = planned
+        self.users = _count_users(mod["main"])
+        self.readers: dict[Any, int] = {}
+        for layer, plan in planned.values():
+            if plan.smooth and not plan.weight_only:
+                self.readers[layer.x] = self.readers.get(layer.x, 0) + 1
+        self.inputs: dict[Any, tuple[Any, Any]] = {}
+        self.smoothed: dict[Any, Any] = {}
+        self.current: tuple[Layer, Plan] | None = None
+
+    def enter(self, var: Any) -> None:
+        """Note which binding of the old main comes next."""
+        self.current = self.planned.get(var)
+
+    def emit(self, builder: Any, value: Any) -> Any:
+        """Return the quantized product, or None for what stays."""
+        if self.current is None:
+            return None
+        layer, plan = self.current
+        x, out = value.args[0], str(value.ty.dtype.dtype)
+        data, scale = quantized_weight(layer.values(), plan)
+        if plan.weight_only:
+            y = self._mixed(builder, self._smooth(builder, layer, plan, x), data, out)
+            y = builder.emit(relax.op.multiply(y, relax.const(scale)))
+            return _cast(builder, y, out)
+        q, row = self._input(builder, layer, plan, x)
+        sums = "int32" if plan.dtype == "int8" else "float32"
+        y = builder.emit(relax.op.matmul(q, relax.const(data), out_dtype=sums))
+        y = _cast(builder, y, "float32")
+        if row is None:
+            scale = scale * np.float32((plan.clip or 0.0) / LARGEST[plan.dtype])
+        else:
+            y = builder.emit(relax.op.multiply(y, row))
+        y = builder.emit(relax.op.multiply(y, relax.const(scale)))
+        return _cast(builder, y, out)
+
+    def _mixed(self, builder: Any, x: Any, data: Array, out: str) -> Any:
+        """Multiply by a weight that the kernel widens as it reads it."""
+        weight = builder.emit(relax.op.astype(relax.const(data), x.ty.dtype.dtype))
+        return _cast(builder, builder.emit(relax.op.matmul(x, weight, out_dtype=out)), "float32")
+
+    def _input(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> tuple[Any, Any]:
+        """Return the quantized input and the scale of each row, None where it is static."""
+        if (x, plan) not in self.inputs:
+            wide = _cast(builder, self._smooth(builder, layer, plan, x), "float32")
+            self.inputs[x, plan] = _quantized_input(builder, wide, plan)
+        return self.inputs[x, plan]
+
+    def _smooth(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> Any:
+        """Divide the channels of the input, in the norm that makes it where that is possible."""
+        if not plan.smooth:
+            return x
+        if (x, plan.smooth) not in self.smoothed:
+            factor = 1 / np.asarray(plan.smooth, np.float32)
+            own = self.users.get(layer.x) == self.readers.get(layer.x)
+            folded = _into_norm(builder, x, factor) if own else None
+            if folded is None:
+                wide = _cast(builder, x, "float32")
+                scaled = builder.emit(relax.op.multiply(wide, relax.const(factor)))
+                folded = _cast(builder, scaled, str(x.ty.dtype.dtype) if plan.weight_only else "")
+            self.smoothed[x, plan.smooth] = folded
+        return self.smoothed[x, plan.smooth]
+
+
+def quantized_weight(weight: Array, plan: Plan) -> tuple[Array, Array]:
+    """Return a float32 weight [K, N] in 8 bits, and the scale [N] of its columns."""
+    if plan.smooth:
+        weight = weight * np.asarray(plan.smooth, np.float32)[:, None]
+    largest = LARGEST[plan.dtype]
+    scale = np.maximum(np.abs(weight).max(axis=0), _TINY) / np.float32(largest)
+    return rounded(weight / scale, plan.dtype), scale.astype(np.float32)
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Round to the nearest value of ``dtype``, within its symmetric range."""
+    bound = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
+    if dtype == "int8":
+        whole: Array = np.rint(bound).astype(np.int8)
+        return whole
+    import ml_dtypes
+
+    narrow: Array = bound.astype(ml_dtypes.float8_e4m3fn)
+    return narrow
+
+
+def _quantized_input(builder: Any, x: Any, plan: Plan) -> tuple[Any, Any]:
+    """Emit elementwise operators and a maximum a row, which fuse with what makes ``x``."""
+    largest = LARGEST[plan.dtype]
+    emit = builder.emit
+
+    def const(value: float) -> Any:
+        return relax.const(value, "float32")
+
+    if plan.clip is not None:
+        row, inverse = None, const(largest / plan.clip)
+    else:
+        top = emit(relax.op.max(emit(relax.op.abs(x)), axis=-1, keepdims=True))
+        top = emit(relax.op.maximum(top, const(_TINY)))
+        row = emit(relax.op.multiply(top, const(1 / largest)))
+        inverse = emit(relax.op.divide(const(largest), top))
+    q = emit(relax.op.multiply(x, inverse))
+    if plan.dtype == "int8":
+        q = emit(relax.op.round(q))
+    q = emit(relax.op.clip(q, -largest, largest))
+    return emit(relax.op.astype(q, plan.dtype)), row
+
+
+def _into_norm(builder: Any, x: Any, factor: Array) -> Any:
+    """Multiply the constant weight and bias of the norm that makes ``x``; None for no such norm."""
+    norm = builder.lookup_binding(x)
+    if not is_op(norm, "nn.layer_norm", "nn.rms_norm"):
+        return None
+    affine = norm.args[1:]
+    last = [int(a) for a in norm.attrs.axes] in ([-1], [x.ty.ndim - 1])
+    if not last or not all(
+        isinstance(a, GenericConst) and list(a.value.shape) == list(factor.shape) for a in affine
+    ):
+        return None
+    scaled = [relax.const(a.value.numpy() * factor) for a in affine]
+    return builder.emit(relax.Call(norm.op, [norm.args[0], *scaled], norm.attrs, norm.ty_args))
+
+
+def _cast(builder: Any, x: Any, dtype: str) -> Any:
+    if not dtype or str(x.ty.dtype.dtype) == dtype:
+        return x
+    return builder.emit(relax.op.astype(x, dtype))
+
+
+def _count_users(main: Any) -> dict[Any, int]:
+    users: dict[Any, int] = {}
+    read = [relax.analysis.free_vars(b.value) for x in main.body.blocks for b in x.bindings]
+    for var in [*(v for found in read for v in found), *outputs_of(main)]:
+        users[var] = users.get(var, 0) + 1
+    return users

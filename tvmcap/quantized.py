@@ -1,0 +1,282 @@
+"""Quantization of one model: calibrate, choose, rewrite, and measure what it costs.
+
+The model runs on this machine's CPU, before and after, whatever the target: integer sums are the
+same everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import tvm
+from tvm import relax
+
+from tvmcap import pipeline
+from tvmcap.base.codegen import make_target
+from tvmcap.base.config import Config
+from tvmcap.base.errors import AccuracyError, QuantizeError
+from tvmcap.base.numerics import to_numpy
+from tvmcap.base.quantization import MAX_K, Quantize
+from tvmcap.base.ranges import Range, Ranges, Samples
+from tvmcap.capture.export import Captured
+from tvmcap.graph.quantize import Layer, Plan, layers, quantize
+from tvmcap.library import plain
+from tvmcap.verify import calibrate, samples
+from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, report
+from tvmcap.verify.check import example_leaves
+from tvmcap.view import accuracy
+
+log = logging.getLogger("tvmcap")
+
+Leaves = Sequence[torch.Tensor]
+
+#: CUDA architectures before this one have no conversion from and to e4m3.
+_FP8_SINCE = 89
+
+
+class Quantizer:
+    """The pass that quantizes a captured model.
+
+    Attributes
+    ----------
+    ranges: of the calibration, once the pass has run; ``report`` what it cost.
+    """
+
+    def __init__(self, captured: Captured, config: Config, target: Any) -> None:
+        assert isinstance(config.quantize, Quantize)
+        self.captured, self.config, self.options = captured, config, config.quantize
+        self.ranges = Ranges()
+        self.report: AccuracyReport | None = None
+        check_target(self.options, target)
+
+    def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
+        """Ensures chosen products are 8-bit; raises AccuracyError outside the budget."""
+        found = layers(mod, self._name_of)
+        chosen = choose(found, self.options)
+        seen, held_out, source = self._inputs()
+        ends = [v for x in found for v in (x.x, x.y)]
+        before = Program(quantize(mod, {}, found, ends))
+        given = self.config.calibration
+        if isinstance(given, Ranges):
+            self.ranges = given
+        elif self.options.needs_calibration:
+            self.ranges = Ranges(self._calibrate(before, found, chosen, seen))
+        kept = set(self.ranges.kept) if self.options.auto else set()
+        baseline = [before(leaves) for leaves in held_out]
+        while True:
+            plans = make_plans([x for x in chosen if x.name not in kept], self.options, self.ranges)
+            self.report = self._measure(mod, found, plans, held_out, baseline, source)
+            worst = self._worst(plans, self.report)
+            if worst is None or not self.options.auto or isinstance(given, Ranges):
+                break
+            kept.add(worst)
+            log.info("layer %s is left as it is: the budget is not met with it in 8 bits", worst)
+        if not plans:
+            log.warning("no layer can be quantized within %g dB", self.options.budget_db)
+        self.ranges = replace(self.ranges, kept=tuple(x.name for x in chosen if x.name in kept))
+        if not self.report.ok:
+            raise AccuracyError(
+                f"{accuracy.text(self.report)}\nKeep the worst layers as they are (keep=), let "
+                "auto=True choose them, or lower budget_db"
+            )
+        log.info("%s", accuracy.text(self.report))
+        return quantize(mod, plans, found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options, the ranges and the report as plain JSON data."""
+        measured = None if self.report is None else self.report.to_json()
+        return {
+            "options": self.options.to_json(),
+            "ranges": self.ranges.to_json(),
+            "report": measured,
+        }
+
+    def _worst(self, plans: Mapping[str, Plan], measured: AccuracyReport) -> str | None:
+        """Name the quantized layer that adds most noise, where the budget is not met."""
+        own = {x.name: x.own_db for x in measured.layers if x.own_db is not None}
+        worst = min(own, key=lambda name: own[name], default=None)
+        if worst is None or worst not in plans:
+            return None
+        return worst if not measured.ok or own[worst] < self.options.budget_db else None
+
+    def _inputs(self) -> tuple[list[Leaves], list[Leaves], str]:
+        """Return inputs to calibrate on, inputs to measure on, and what the latter are."""
+        signature, given = self.captured.signature, self.config.calibration
+        args = given.inputs if isinstance(given, Samples) else ()
+        leaves = [samples.leaves(signature, one, i) for i, one in enumerate(args)]
+        seen, held_out = samples.split(leaves)
+        seen = samples.spread(signature, seen)
+        if held_out:
+            return seen, held_out, "inputs held out of calibration"
+        drawn = samples.drawn(signature, example_leaves(self.captured), self.config.seed)
+        return seen, drawn, "sets of inputs drawn like the example"
+
+    def _calibrate(
+        self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
+    ) -> dict[str, Range]:
+        if not seen:
+            what = "smooth=" if self.options.smooth is not None else "activations='static'"
+            raise QuantizeError(
+                f"quantize with {what} needs inputs to calibrate on: pass calibration=[x1, x2, "
+                "...], a tensor or a tuple of arguments each, or the path of saved ranges"
+            )
+
+        def observe(smooth: Mapping[str, Sequence[float]]) -> dict[str, Range]:
+            observers = {x.name: calibrate.Observer(x.name, self.options) for x in chosen}
+            for number, leaves in enumerate(seen):
+                inputs = before(leaves)[-2 * len(found) :: 2]
+                for layer, x in zip(found, inputs, strict=True):
+                    if layer.name in observers:
+                        divisor = np.asarray(smooth.get(layer.name, 1.0), np.float32)
+                        observers[layer.name].see(x / divisor, number)
+            return {name: observer.range() for name, observer in observers.items()}
+
+        ranges = observe({})
+        if self.options.smooth is None or self.options.activations != "static":
+            return ranges
+        smooth = smoothed(chosen, self.options, ranges)
+        clips = observe(smooth)
+        return {name: replace(r, clip=clips[name].clip) for name, r in ranges.items()}
+
+    def _measure(
+        self,
+        mod: tvm.IRModule,
+        found: list[Layer],
+        plans: Mapping[str, Plan],
+        inputs: Sequence[Leaves],
+        baseline: Sequence[list[Any]],
+        source: str,
+    ) -> AccuracyReport:
+        specs = self.captured.signature.outputs
+        floats = [i for i, o in enumerate(specs) if o.dtype.startswith(("float", "bfloat"))]
+        outputs = {specs[i].name: Noise() for i in floats}
+        each = [LayerNoise(x, plans.get(x.name)) for x in found]
+        after = Program(quantize(mod, plans, found, [x.y for x in found]))
+        for leaves, want in zip(inputs, baseline, strict=True):
+            got = after(leaves)
+            for i in floats:
+                outputs[specs[i].name].add(want[i], got[i])
+            ends = want[len(specs) :]
+            for layer, x, y, own in zip(
+                each, ends[::2], ends[1::2], got[len(specs) :], strict=True
+            ):
+                layer.add(x, y, own)
+        return report(each, outputs, self.options.budget_db, len(inputs), source)
+
+    def _name_of(self, weight: Any) -> str | None:
+        """Find the frozen tensor that a weight [K, N] is, as it is or transposed."""
+        wide = np.asarray(weight, np.float32)
+        for name, tensor in self.captured.weights.items():
+            if tensor.ndim != 2 or not tensor.is_floating_point():
+                continue
+            for seen, own in ((tensor, wide), (tensor.t(), wide)):
+                if tuple(seen.shape) != own.shape:
+                    continue
+                first = to_numpy(seen[0]).astype(np.float32)
+                if np.array_equal(first, own[0]) and np.array_equal(to_numpy(seen), own):
+                    return name
+        return None
+
+
+class Program:
+    """A module after the pass ``fold``, compiled for this machine's CPU."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        target = make_target("llvm")
+        steps = [*pipeline.front(target), pipeline.back(target, lambda _: [], pipeline.Trace())[0]]
+        steps = steps[[name for name, _ in steps].index("fold") + 1 :]
+        mod = pipeline.run(mod, steps, target, Config(), pipeline.Trace())
+        self.main = relax.VirtualMachine(plain.plain(mod, target), tvm.cpu())["main"]
+
+    def __call__(self, leaves: Leaves) -> list[Any]:
+        """Run it and return every output as a numpy array, 16-bit floats in float32."""
+        result = self.main(*leaves)
+        outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+        return [to_numpy(x) for x in outputs]
+
+
+def quantizer(captured: Captured, config: Config, target: Any) -> Quantizer | None:
+    """Return the pass that ``config`` asks for, or None."""
+    return None if config.quantize is None else Quantizer(captured, config, target)
+
+
+def check_target(options: Quantize, target: Any) -> None:
+    """Raise QuantizeError where the target cannot compute with the scheme."""
+    if target.kind.name != "cuda" or options.dtype != "float8_e4m3fn":
+        return
+    arch = str(target.attrs.get("arch", ""))
+    number = int("".join(c for c in arch if c.isdigit()) or 0)
+    if number < _FP8_SINCE:
+        raise QuantizeError(
+            f"quantize={options.scheme!r}: {arch} has no e4m3, which starts at sm_{_FP8_SINCE}; "
+            "use 'int8'"
+        )
+
+
+def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
+    """Return the layers to quantize; raises QuantizeError where there is none, or one cannot be."""
+    if not found:
+        raise QuantizeError(
+            "nothing to quantize: no product in this model has a constant weight; the parameters "
+            "of a module are constant, arguments where constants=('w',) names them"
+        )
+    names = ", ".join(x.name for x in found)
+    for pattern in options.keep:
+        if not any(replace(options, keep=(pattern,)).keeps(x.name) for x in found):
+            raise QuantizeError(f"quantize: keep={pattern!r} names no layer; layers: {names}")
+    chosen = [x for x in found if not options.keeps(x.name)]
+    if not chosen:
+        raise QuantizeError(f"nothing to quantize: keep={options.keep} names every layer: {names}")
+    exact = options.dtype == "int8" and not options.weight_only
+    long = [x for x in chosen if exact and x.k > MAX_K]
+    if long and not options.auto:
+        raise QuantizeError(
+            f"layer {long[0].name!r} sums {long[0].k} products of int8, and int32 holds at most "
+            f"{MAX_K}; keep it: keep=({long[0].name!r},)"
+        )
+    left_out = {x.name for x in long}
+    return [x for x in chosen if x.name not in left_out]
+
+
+def smoothed(
+    chosen: Sequence[Layer], options: Quantize, ranges: Mapping[str, Range]
+) -> dict[str, tuple[float, ...]]:
+    """Return what each layer's input is divided by; layers of one input share it."""
+    if options.smooth is None:
+        return {}
+    together: dict[Any, list[Layer]] = {}
+    for layer in chosen:
+        together.setdefault(layer.x, []).append(layer)
+    found = {}
+    for group in together.values():
+        seen = [ranges[x.name] for x in group]
+        shared = calibrate.smoothing(seen, [x.values() for x in group], options.smooth)
+        found.update({x.name: shared for x in group})
+    return found
+
+
+def make_plans(chosen: Sequence[Layer], options: Quantize, ranges: Ranges) -> dict[str, Plan]:
+    """Return the plan of each layer; raises QuantizeError where ranges lack what it needs."""
+    for layer in chosen if options.needs_calibration else ():
+        seen = ranges.layers.get(layer.name)
+        if seen is None or (options.smooth is not None and len(seen.channels) != layer.k):
+            raise QuantizeError(
+                f"the given ranges do not cover layer {layer.name!r} as this scheme needs; "
+                "calibrate again with the same quantize option"
+            )
+    smooth = smoothed(chosen, options, ranges.layers)
+    static = options.activations == "static"
+    return {
+        x.name: Plan(
+            options.dtype,
+            options.weight_only,
+            ranges.layers[x.name].clip if static else None,
+            smooth.get(x.name, ()),
+        )
+        for x in chosen
+    }
