@@ -107,21 +107,19 @@ def test_outlier_channels_keep_33_db_with_smoothing_alone(tmp_path) -> None:
     ids=str,
 )
 def test_every_scheme_is_as_accurate_as_its_bits(quantize, least, tmp_path) -> None:
-    model, x = Model(), data(24, 48, 0)
+    model, x = Block(48), data(24, 48, 0)
     calibration = samples(4, 64, 48) if isinstance(quantize, dict) else None
     lib = build(model, x, tmp_path, quantize=quantize, calibration=calibration)
     for rows in (1, 7, 130):
         assert sqnr_db(model, lib, data(rows, 48, rows)) >= least - 2
     assert lib.accuracy.outputs[0].sqnr_db >= least
-    noise = [a.sqnr_db for a in lib.accuracy.layers]
-    assert len(noise) == 3 and noise == sorted(noise)
 
 
 def test_half_precision_models_keep_their_dtype(tmp_path) -> None:
-    model, x = Model().to(torch.bfloat16), data(24, 48, 0).bfloat16()
+    model, x = Block(48).to(torch.bfloat16), data(24, 48, 0).bfloat16()
     lib = build(model, x, tmp_path, quantize="int8")
     assert lib(x).dtype == torch.bfloat16 and lib.accuracy.ok
-    assert lib.accuracy.bytes_after <= 0.53 * lib.accuracy.bytes_before + 4 * (80 + 80 + 16)
+    assert lib.accuracy.bytes_after <= 0.53 * lib.accuracy.bytes_before + 4 * N
 
 
 def test_saved_ranges_give_the_same_library(tmp_path) -> None:
@@ -140,15 +138,17 @@ def test_saved_ranges_give_the_same_library(tmp_path) -> None:
 def test_layers_stay_out_by_name(tmp_path) -> None:
     model, x = Model(), data(24, 48, 0)
     lib = build(model, x, tmp_path, quantize={"keep": ("head", "g*")})
+    noise = [a.sqnr_db for a in lib.accuracy.layers]
+    assert len(noise) == 3 and noise == sorted(noise)
     kept = {a.name: a.scheme for a in lib.accuracy.layers}
     assert kept == {"up.weight": "int8", "gate.weight": "kept", "head.weight": "kept"}
 
 
 def test_a_budget_that_is_missed_fails_with_the_report(tmp_path) -> None:
-    model, x = Model(), data(24, 48, 0)
+    model, x = Block(48), data(24, 48, 0)
     with pytest.raises(AccuracyError, match="OUTSIDE the budget of 60 dB") as caught:
         build(model, x, tmp_path, quantize={"budget_db": 60})
-    assert all(f"{name}.weight" in str(caught.value) for name in ("up", "gate", "head"))
+    assert "up.weight" in str(caught.value) and "keep=" in str(caught.value)
 
 
 class Rough(nn.Module):
@@ -179,12 +179,10 @@ def test_auto_keeps_out_what_misses_the_budget(tmp_path) -> None:
     assert lib.ranges.kept == ("first.weight",) and sqnr_db(model, lib, x) >= 28
     again = build(model, x, tmp_path, quantize=options, calibration=lib.ranges)
     assert torch.equal(again(x), lib(x))
-    with pytest.raises(AccuracyError):
-        build(model, x, tmp_path, quantize={**options, "auto": False})
 
 
 def test_calibration_that_is_missing_or_does_not_fit(tmp_path) -> None:
-    model, x = Model(), data(24, 48, 0)
+    model, x = Block(48), data(24, 48, 0)
     static = {"activations": "static"}
     with pytest.raises(QuantizeError, match="needs inputs to calibrate on: pass calibration="):
         build(model, x, tmp_path, quantize=static)
@@ -196,7 +194,7 @@ def test_calibration_that_is_missing_or_does_not_fit(tmp_path) -> None:
     with pytest.raises(QuantizeError, match=r"NaN or Inf in the input of layer '\w+\.weight'"):
         build(model, x, tmp_path, quantize=static, calibration=[x * np.nan, x])
     with pytest.raises(QuantizeError, match="is 0 everywhere"):
-        build(Block(48), x, tmp_path, quantize=static, calibration=[x * 0, x])
+        build(model, x, tmp_path, quantize=static, calibration=[x * 0, x])
     with pytest.raises(QuantizeError, match=r"do not cover layer '\w+\.weight'"):
         build(model, x, tmp_path, quantize=static, calibration=tvmcap.Ranges())
 

@@ -53,18 +53,28 @@ class Quantizer:
         self.ranges = Ranges()
         self.report: AccuracyReport | None = None
         check_target(self.options, target)
+        signed = self.options.dtype != "int8" or self.options.weight_only
+        self.offset = target.kind.name == "llvm" and not signed
+        self.offset_here = not signed
 
     def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
         """Ensures chosen products are 8-bit; raises AccuracyError outside the budget."""
         found = layers(mod, self._name_of)
         chosen = choose(found, self.options)
         seen, held_out, source = self._inputs()
-        ends = [v for x in found for v in (x.x, x.y)]
-        before = Program(quantize(mod, {}, found, ends))
         given = self.config.calibration
         if isinstance(given, Ranges):
             self.ranges = given
-        elif self.options.needs_calibration:
+            make_plans(chosen, self.options, given)  # refuses ranges of another model at once
+        elif self.options.needs_calibration and not seen:
+            what = "smooth=" if self.options.smooth is not None else "activations='static'"
+            raise QuantizeError(
+                f"quantize with {what} needs inputs to calibrate on: pass calibration=[x1, x2, "
+                "...], a tensor or a tuple of arguments each, or the path of saved ranges"
+            )
+        ends = [v for x in found for v in (x.x, x.y)]
+        before = Program(quantize(mod, {}, found, ends))
+        if self.options.needs_calibration and not isinstance(given, Ranges):
             self.ranges = Ranges(self._calibrate(before, found, chosen, seen))
         kept = set(self.ranges.kept) if self.options.auto else set()
         baseline = [before(leaves) for leaves in held_out]
@@ -85,7 +95,8 @@ class Quantizer:
                 "auto=True choose them, or lower budget_db"
             )
         log.info("%s", accuracy.text(self.report))
-        return quantize(mod, plans, found)
+        made = {name: replace(plan, offset=self.offset) for name, plan in plans.items()}
+        return quantize(mod, made, found)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options, the ranges and the report as plain JSON data."""
@@ -119,12 +130,7 @@ class Quantizer:
     def _calibrate(
         self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
     ) -> dict[str, Range]:
-        if not seen:
-            what = "smooth=" if self.options.smooth is not None else "activations='static'"
-            raise QuantizeError(
-                f"quantize with {what} needs inputs to calibrate on: pass calibration=[x1, x2, "
-                "...], a tensor or a tuple of arguments each, or the path of saved ranges"
-            )
+        """Return the range of each chosen layer's input over the inputs ``seen``."""
 
         def observe(smooth: Mapping[str, Sequence[float]]) -> dict[str, Range]:
             observers = {x.name: calibrate.Observer(x.name, self.options) for x in chosen}
@@ -156,7 +162,8 @@ class Quantizer:
         floats = [i for i, o in enumerate(specs) if o.dtype.startswith(("float", "bfloat"))]
         outputs = {specs[i].name: Noise() for i in floats}
         each = [LayerNoise(x, plans.get(x.name)) for x in found]
-        after = Program(quantize(mod, plans, found, [x.y for x in found]))
+        here = {name: replace(plan, offset=self.offset_here) for name, plan in plans.items()}
+        after = Program(quantize(mod, here, found, [x.y for x in found]))
         for leaves, want in zip(inputs, baseline, strict=True):
             got = after(leaves)
             for i in floats:
