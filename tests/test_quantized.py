@@ -123,7 +123,7 @@ def test_half_precision_models_keep_their_dtype(tmp_path) -> None:
 
 
 def test_saved_ranges_give_the_same_library(tmp_path) -> None:
-    model, x = Model(), data(24, 48, 0)
+    model, x = Block(48), data(24, 48, 0)
     options = {"quantize": {"activations": "static", "smooth": 0.5, "method": "percentile"}}
     lib = build(model, x, tmp_path, **options, calibration=samples(4, 64, 48))
     path = lib.ranges.save(tmp_path / "ranges.json")
