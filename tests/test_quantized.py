@@ -235,3 +235,47 @@ def test_arguments_are_quantized_where_they_are_constant(tmp_path) -> None:
         cache_dir=str(tmp_path),
     )
     assert lib.accuracy.layers[0].name == "w" and lib.accuracy.ok
+
+
+class Deep(nn.Module):
+    """Two products of one width: what quantizes the second's input must not join the second."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_products_keep_their_kernel_and_non_finite_rows_stay(tmp_path) -> None:
+    model, x = Deep(), data(8, 64, 0)
+    lib = build(model, x, tmp_path, quantize="int8")
+    calls = {t["served_by"]: t["calls"] for t in lib.manifest.coverage}
+    assert calls == {"template:cpu_gemm": 2, "rule:cpu": 2}
+    assert tvmcap.verify(lib, level="full").ok
+    x[2, 3], x[5, 0] = float("nan"), float("inf")
+    finite = torch.isfinite(lib(x)).all(dim=1)
+    assert finite.tolist() == [True, True, False, True, True, False, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("quantize", "least"),
+    [("int8", 34), ("int8-weight-only", 40), ("fp8", 22), ({"activations": "static"}, 30)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_computes_what_the_report_says(quantize, least, dtype, tmp_path) -> None:
+    if quantize == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("e4m3 needs sm_89")
+    model, x = Model().to(dtype), data(64, 48, 0).to(dtype)
+    calibration = [t.to(dtype) for t in samples(4, 64, 48)] if quantize != "int8" else None
+    lib = build(model, x, tmp_path, target="cuda", quantize=quantize, calibration=calibration)
+    for rows in (1, 17, 300):
+        fresh = data(rows, 48, rows).to(dtype)
+        want = model(fresh).detach().float()
+        error = want - lib(fresh.cuda()).cpu().float()
+        db = float(10 * torch.log10(want.square().sum() / error.square().sum()))
+        assert db >= least - 2 and abs(db - lib.accuracy.outputs[0].sqnr_db) < 4
