@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from tvm import relax
 
 import tvmcap
 from tvmcap.base.errors import AccuracyError, QuantizeError
-from tvmcap.quantized import check_target
+from tvmcap.base.quantization import MAX_K
+from tvmcap.graph.quantize import Layer
+from tvmcap.quantized import check_target, choose
 
 K, N = 4096, 64
 OUTLIERS = [3, 77, 500, 1024, 2000, 4000]
@@ -135,13 +138,16 @@ def test_saved_ranges_give_the_same_library(tmp_path) -> None:
     assert torch.equal(loaded(x), lib(x))
 
 
-def test_layers_stay_out_by_name(tmp_path) -> None:
-    model, x = Model(), data(24, 48, 0)
-    lib = build(model, x, tmp_path, quantize={"keep": ("head", "g*")})
-    noise = [a.sqnr_db for a in lib.accuracy.layers]
-    assert len(noise) == 3 and noise == sorted(noise)
-    kept = {a.name: a.scheme for a in lib.accuracy.layers}
-    assert kept == {"up.weight": "int8", "gate.weight": "kept", "head.weight": "kept"}
+def test_layers_stay_out_by_name_and_where_auto_has_to() -> None:
+    weight = relax.const(np.ones((48, 2), np.float32))
+    found = [Layer(f"{name}.weight", None, None, weight) for name in ("up", "gate", "head")]
+    chosen = choose(found, tvmcap.Quantize(keep=("head", "g*")))
+    assert [x.name for x in chosen] == ["up.weight"]
+    wide = Layer("wide", None, None, relax.const(np.ones((MAX_K + 1, 1), np.float16)))
+    with pytest.raises(QuantizeError, match=f"'wide' sums {MAX_K + 1} products .* at most {MAX_K}"):
+        choose([*found, wide], tvmcap.Quantize())
+    assert choose([*found, wide], tvmcap.Quantize(auto=True)) == found
+    assert choose([wide], tvmcap.Quantize(scheme="int8-weight-only")) == [wide]
 
 
 def test_a_budget_that_is_missed_fails_with_the_report(tmp_path) -> None:
@@ -199,7 +205,7 @@ def test_calibration_that_is_missing_or_does_not_fit(tmp_path) -> None:
         build(model, x, tmp_path, quantize=static, calibration=tvmcap.Ranges())
 
 
-def test_models_and_layers_that_cannot_be_quantized(tmp_path, monkeypatch) -> None:
+def test_models_and_layers_that_cannot_be_quantized(tmp_path) -> None:
     x = data(4, 48, 0)
     with pytest.raises(QuantizeError, match="nothing to quantize: no product in this model"):
         build(nn.GELU(), x, tmp_path, quantize="int8")
@@ -207,9 +213,6 @@ def test_models_and_layers_that_cannot_be_quantized(tmp_path, monkeypatch) -> No
         build(Block(48), x, tmp_path, quantize={"keep": "*"})
     with pytest.raises(QuantizeError, match=r"keep='down' names no layer; layers: up\.weight"):
         build(Block(48), x, tmp_path, quantize={"keep": ("down",)})
-    monkeypatch.setattr("tvmcap.quantized.MAX_K", 40)
-    with pytest.raises(QuantizeError, match=r"'up\.weight' sums 48 products .* at most 40"):
-        build(Block(48), x, tmp_path, quantize="int8")
 
 
 def test_a_scheme_that_the_target_lacks() -> None:
