@@ -1,4 +1,4 @@
-"""The register tile of the CPU GEMM for int8 operands, summed in int32."""
+"""The register tile of the CPU GEMM for bytes by int8, summed in int32."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from tvmcap.schedules.gemm_axes import GROUP
 
 Expr = Any
 
-#: 128 in each byte: int8 values with these bits flipped are the unsigned x + 128.
-_FLIP = -0x7F7F7F80
-
 
 @dataclass(frozen=True)
 class ByteTiles(Tiles):
-    """Multiplies int8 rows of A by a panel whose elements are groups of four steps of K.
+    """Multiplies rows of bytes by a panel whose elements are groups of four steps of K.
 
     Bases and strides of a ``Panel`` count groups. The sums wrap around at 32 bits, so that they are
     exact wherever the result fits.
@@ -27,7 +24,7 @@ class ByteTiles(Tiles):
     Attributes
     ----------
     dot: the intrinsic that adds four products of unsigned by signed bytes to a lane; None where the
-        target has none, and single steps are multiplied in int32.
+        target has none or A is signed, and single steps are multiplied in int32.
     """
 
     dot: str | None = None
@@ -46,23 +43,16 @@ class ByteTiles(Tiles):
             starts = [a0 + k * GROUP * self.strides[1] + i * self.strides[0] for i in range(r)]
             if self.dot is None:
                 return self._single(panel.buffer, base, starts, steps, acc, spots)
-            left = [self._unsigned(start, steps) for start in starts]
+            left = [self._four(start, steps) for start in starts]
             right = [self._group(panel.buffer, base + v * lanes) for v in range(count)]
             return [acc.store(s, self._dot(acc.load(s), left[i], right[v])) for i, v, s in spots]
 
         unroll = self.knobs.unroll if whole % self.knobs.unroll == 0 else 1
-        ends = panel.base + (whole + (rest > 0)) * panel.stride
-
-        def first(v: int) -> Expr:
-            if self.dot is None:
-                return tirx.Broadcast(tirx.IntImm("int32", 0), lanes)
-            start = self._group(panel.buffer, ends + v * lanes)
-            return tirx.reinterpret(f"int32x{lanes}", start)
-
+        nothing = tirx.Broadcast(tirx.IntImm("int32", 0), lanes)
         places = {(i, v): b.lanes(at + (i * self.width + v * lanes), lanes) for i, v, _ in spots}
         return b.seq(
             acc.allocated,
-            *(acc.store(s, first(v)) for _, v, s in spots),
+            *(acc.store(s, nothing) for _, _, s in spots),
             b.loop(
                 "k",
                 whole // unroll,
@@ -81,8 +71,8 @@ class ByteTiles(Tiles):
         """Return four steps of K of as many columns as there are lanes."""
         return tirx.BufferLoad(buffer, [b.lanes(at * GROUP, self.lanes * GROUP)])
 
-    def _unsigned(self, start: Expr, steps: int) -> Expr:
-        """Return four steps of one row of A, plus 128, in every lane; past K anything."""
+    def _four(self, start: Expr, steps: int) -> Expr:
+        """Return four steps of one row of A in every lane, zeros from ``steps`` on."""
         near = isinstance(self.strides[1], tirx.IntImm) and self.strides[1].value == 1
         if steps == GROUP and near:
             word = tirx.reinterpret("int32", tirx.BufferLoad(self.a, [b.lanes(start, GROUP)]))
@@ -90,10 +80,9 @@ class ByteTiles(Tiles):
             word = tirx.IntImm("int32", 0)
             for i in range(steps):
                 byte = tirx.BufferLoad(self.a, [start + i * self.strides[1]])
-                byte = tirx.Cast("int32", byte) & tirx.IntImm("int32", 255)
+                byte = tirx.Cast("int32", byte)
                 word = word | tirx.shift_left(byte, tirx.IntImm("int32", 8 * i))
-        flipped = tirx.Broadcast(word ^ tirx.IntImm("int32", _FLIP), self.lanes)
-        return tirx.reinterpret(f"int8x{self.lanes * GROUP}", flipped)
+        return tirx.reinterpret(f"int8x{self.lanes * GROUP}", tirx.Broadcast(word, self.lanes))
 
     def _single(
         self,

@@ -65,7 +65,8 @@ class _Nest:
         for buffer in {x: None for x in (self.p.a, self.p.b, *whole, *fused.outputs)}:
             self.views[buffer], stmt = b.flat(self.renamed[buffer])
             declared.append(stmt)
-        kind = partial(ByteTiles, dot=self.dot) if self.p.layout == "grouped" else Tiles
+        dot = self.dot if str(self.p.a.dtype) == "uint8" else None
+        kind = partial(ByteTiles, dot=dot) if self.p.layout == "grouped" else Tiles
         self.tiles = kind(
             self.knobs,
             self.vl,
@@ -164,7 +165,7 @@ class _Nest:
             lies = Panel(view, (panel * self.k + k0) * self.nr, b.const(self.nr))
             return multiply(lies, self.knobs.mr)
         if self.p.layout == "grouped":
-            groups = b.ceildiv(self.k, GROUP) + 1
+            groups = b.ceildiv(self.k, GROUP)
             return multiply(Panel(view, panel * groups * self.nr, b.const(self.nr)), self.knobs.mr)
         packed, allocated = b.scratch(self.kc * self.nr, "float32", "panel")
         column = panel * self.nr

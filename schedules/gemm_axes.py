@@ -94,8 +94,7 @@ class Axes:
 def factors_of(block: Any) -> tuple[Any, Any] | None:
     """Return the two loads of ``C = C + X * Y``, casts taken off, or None for another reduction.
 
-    Floats and int8 are summed in floats, two int8 factors in int32 too: both sums are exact but for
-    the rounding of floats.
+    Floats and int8 are summed in floats, int8 by int8 or uint8 in int32 too.
     """
     store, init = block.body, block.init
     if not isinstance(store, tirx.BufferStore) or not isinstance(init, tirx.BufferStore):
@@ -123,7 +122,7 @@ def _sums(store: Any, x: Any, y: Any) -> bool:
     """Whether a sum of products is kept in a dtype that holds it: no int8 that wraps around."""
     operands = {str(f.source.dtype) for f in (x, y)}
     if str(store.buffer.dtype) == "int32":
-        return operands == {"int8"}
+        return "int8" in operands and operands <= {"int8", "uint8"}
     return str(store.buffer.dtype).startswith(("float", "bfloat")) and operands <= set(_FLOATS)
 
 

@@ -30,8 +30,8 @@ class Gemm:
     ----------
     a, b: parameters that hold the operands, contiguous.
     a_layout: of A: "mk" ``[batch, rows, K]`` or "km" ``[batch, K, rows]``.
-    layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "grouped" ``[ceil(N / NR), ceil(K / 4) + 1,
-        NR, 4]`` (see ``group``), "kn" ``[batch, K, N]`` or "nk" ``[batch, N, K]``.
+    layout: of B: "packed" ``[ceil(N / NR), K, NR]``, "grouped" ``[ceil(N / NR), ceil(K / 4), NR,
+        4]``, "kn" ``[batch, K, N]`` or "nk" ``[batch, N, K]``.
     batch: extents of the leading dimensions of C that number separate products; without any, A and
         B have none either.
     a_batched, b_batched: whether the operand has those dimensions, all of them; else it is one
@@ -65,7 +65,7 @@ class Gemm:
 
     @property
     def sums(self) -> str:
-        """Dtype in which the products are added: "int32" for int8 by int8, else "float32"."""
+        """Dtype in which the products are added: "int32" for bytes by int8, else "float32"."""
         return "int32" if str(self.fused.epilogue.anchor.dtype) == "int32" else "float32"
 
     @property
@@ -190,7 +190,7 @@ def pack(weight: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
 
 
 def grouped_matmul(x: te.Tensor, grouped: te.Tensor, n: int, left: str = "mk") -> te.Tensor:
-    """Return the TE of the int32 product of int8 ``x`` and a weight packed by ``group``.
+    """Return the TE of the int32 product of bytes ``x`` and an int8 weight packed by ``group``.
 
     Parameters are those of ``packed_matmul``.
     """
@@ -214,18 +214,14 @@ def grouped_matmul(x: te.Tensor, grouped: te.Tensor, n: int, left: str = "mk") -
 
 
 def group(weight: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Pack an int8 (K, N) weight as ``[ceil(N / width), ceil(K / 4) + 1, width, 4]``.
+    """Pack an int8 (K, N) weight as ``[ceil(N / width), ceil(K / 4), width, 4]``.
 
-    Four steps of K lie together, zeros past K and N. The last group of each panel holds, as one
-    int32 a column, -128 times the sum of the column: what a product with unsigned bytes (x + 128)
-    has to start from.
+    Four steps of K lie together; zeros past K and N.
     """
     k, n = weight.shape
     padded = np.pad(weight, ((0, -k % GROUP), (0, -n % width)))
-    parts = padded.reshape(-1, GROUP, padded.shape[1] // width, width).transpose(2, 0, 3, 1)
-    start = (-128 * padded.sum(axis=0, dtype=np.int32)).astype("<i4").view(np.int8)
-    last = start.reshape(-1, 1, width, GROUP)
-    return np.ascontiguousarray(np.concatenate([parts, last], axis=1))
+    parts = padded.reshape(-1, GROUP, padded.shape[1] // width, width)
+    return np.ascontiguousarray(parts.transpose(2, 0, 3, 1))
 
 
 def evaluate(extent: Any, sizes: Mapping[str, int]) -> int:

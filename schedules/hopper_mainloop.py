@@ -164,7 +164,7 @@ def multiplier(p: Plan, layouts: tuple[bool, bool], release: Any) -> Any:
                     ab = T.meta_var((desc_a, desc_b))  # noqa: F821 (declared by annotation)
                     describe(ab[0], sm.a.ptr_to([start(0, ring[0], row + m * 64, kk)]), lead(0))
                     describe(ab[1], sm.b.ptr_to([start(1, ring[0], column, kk)]), lead(1))
-                    mma(acc, m * per_tile, *ab, (kt + kk > 0), flags)
+                    mma(acc, m * per_tile, ab[0], ab[1], (kt + kk > 0), flags)
             T.ptx.wgmma.commit_group.sync.aligned()
             T.ptx.wgmma.wait_group.sync.aligned(late)
             if late == 0:

@@ -62,10 +62,12 @@ class Compiled:
 
         ``explain`` shows it as a table.
         """
+        found = self.manifest.quantization
+        if not found:
+            return None
         from tvmcap.verify.accuracy import AccuracyReport
 
-        found = self.manifest.quantization
-        return AccuracyReport.from_json(found["report"]) if found else None
+        return AccuracyReport.from_json(found["report"])
 
     @property
     def ranges(self) -> Ranges | None:

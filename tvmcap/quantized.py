@@ -53,21 +53,24 @@ class Quantizer:
         self.ranges = Ranges()
         self.report: AccuracyReport | None = None
         check_target(self.options, target)
+        signed = self.options.dtype != "int8" or self.options.weight_only
+        self.offset = target.kind.name == "llvm" and not signed
+        self.offset_here = not signed
 
     def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
         """Ensures chosen products are 8-bit; raises AccuracyError outside the budget."""
         found = layers(mod, self._name_of)
         chosen = choose(found, self.options)
         seen, held_out, source = self._inputs()
-        ends = [v for x in found for v in (x.x, x.y)]
-        before = Program(quantize(mod, {}, found, ends))
+        self._check_calibration(chosen, seen)
+        before = Program(quantize(mod, {}, found, [v for x in found for v in (x.x, x.y)]))
         given = self.config.calibration
         if isinstance(given, Ranges):
             self.ranges = given
         elif self.options.needs_calibration:
             self.ranges = Ranges(self._calibrate(before, found, chosen, seen))
-        kept = set(self.ranges.kept) if self.options.auto else set()
         baseline = [before(leaves) for leaves in held_out]
+        kept = set(self.ranges.kept) if self.options.auto else set()
         while True:
             plans = make_plans([x for x in chosen if x.name not in kept], self.options, self.ranges)
             self.report = self._measure(mod, found, plans, held_out, baseline, source)
@@ -76,16 +79,33 @@ class Quantizer:
                 break
             kept.add(worst)
             log.info("layer %s is left as it is: the budget is not met with it in 8 bits", worst)
-        if not plans:
-            log.warning("no layer can be quantized within %g dB", self.options.budget_db)
         self.ranges = replace(self.ranges, kept=tuple(x.name for x in chosen if x.name in kept))
-        if not self.report.ok:
+        self._judge(self.report, plans)
+        made = {name: replace(plan, offset=self.offset) for name, plan in plans.items()}
+        return quantize(mod, made, found)
+
+    def _check_calibration(self, chosen: Sequence[Layer], seen: Sequence[Leaves]) -> None:
+        """Raise QuantizeError where the scheme needs inputs or ranges that are not there."""
+        given, options = self.config.calibration, self.options
+        if isinstance(given, Ranges):
+            make_plans(chosen, options, given)
+        elif options.needs_calibration and not seen:
+            what = "smooth=" if options.smooth is not None else "activations='static'"
+            raise QuantizeError(
+                f"quantize with {what} needs inputs to calibrate on: pass calibration=[x1, x2, "
+                "...], a tensor or a tuple of arguments each, or the path of saved ranges"
+            )
+
+    def _judge(self, measured: AccuracyReport, plans: Mapping[str, Plan]) -> None:
+        """Log the report, or raise it where an output is outside the budget."""
+        if not measured.ok:
             raise AccuracyError(
-                f"{accuracy.text(self.report)}\nKeep the worst layers as they are (keep=), let "
+                f"{accuracy.text(measured)}\nKeep the worst layers as they are (keep=), let "
                 "auto=True choose them, or lower budget_db"
             )
-        log.info("%s", accuracy.text(self.report))
-        return quantize(mod, plans, found)
+        if not plans:
+            log.warning("no layer can be quantized within %g dB", self.options.budget_db)
+        log.info("%s", accuracy.text(measured))
 
     def to_json(self) -> dict[str, Any]:
         """Return the options, the ranges and the report as plain JSON data."""
@@ -119,12 +139,7 @@ class Quantizer:
     def _calibrate(
         self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
     ) -> dict[str, Range]:
-        if not seen:
-            what = "smooth=" if self.options.smooth is not None else "activations='static'"
-            raise QuantizeError(
-                f"quantize with {what} needs inputs to calibrate on: pass calibration=[x1, x2, "
-                "...], a tensor or a tuple of arguments each, or the path of saved ranges"
-            )
+        """Return the range of each chosen layer's input over the inputs ``seen``."""
 
         def observe(smooth: Mapping[str, Sequence[float]]) -> dict[str, Range]:
             observers = {x.name: calibrate.Observer(x.name, self.options) for x in chosen}
@@ -156,7 +171,8 @@ class Quantizer:
         floats = [i for i, o in enumerate(specs) if o.dtype.startswith(("float", "bfloat"))]
         outputs = {specs[i].name: Noise() for i in floats}
         each = [LayerNoise(x, plans.get(x.name)) for x in found]
-        after = Program(quantize(mod, plans, found, [x.y for x in found]))
+        here = {name: replace(plan, offset=self.offset_here) for name, plan in plans.items()}
+        after = Program(quantize(mod, here, found, [x.y for x in found]))
         for leaves, want in zip(inputs, baseline, strict=True):
             got = after(leaves)
             for i in floats:

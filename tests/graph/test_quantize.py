@@ -221,11 +221,12 @@ def test_zeros_and_smoothing_in_the_weight() -> None:
     ("plan", "dtypes", "kernels"),
     [
         (Plan("int8"), ("int8", "int8"), 2),
+        (Plan("int8", offset=True), ("uint8", "int8"), 2),
         (Plan("int8", clip=3.0), ("int8", "int8"), 2),
         (Plan("int8", weight_only=True), ("float32", "int8"), 1),
         (Plan("float8_e4m3fn"), ("float8_e4m3fn", "float8_e4m3fn"), 2),
     ],
-    ids=["token", "static", "weight-only", "fp8"],
+    ids=["token", "offset", "static", "weight-only", "fp8"],
 )
 def test_scales_fuse_into_the_product(plan, dtypes, kernels) -> None:
     """At most two kernels a layer, the product one that the GEMM template takes."""

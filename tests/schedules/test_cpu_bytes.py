@@ -8,6 +8,7 @@ import tvm
 from tvm import relax, tirx
 
 from tests.schedules.gemm import TARGET, compiled, fused, gelu, lower, run
+from tvmcap.base.quantization import MAX_K
 from tvmcap.schedules import cpu_gemm
 from tvmcap.schedules.cpu_target import dot_product, pack_width
 from tvmcap.schedules.gemm_match import group, grouped_matmul, read
@@ -16,7 +17,7 @@ AVX2 = tvm.target.Target({"kind": "llvm", "mcpu": "haswell", "num-cores": 2})
 VNNI = tvm.target.Target({"kind": "llvm", "mcpu": "icelake-server", "num-cores": 2})
 
 
-def byte_block(n, k, target, scaled=True, lead=()):
+def byte_block(n, k, target, scaled=True, lead=(), dtype="uint8"):
     """Return the PrimFunc of x @ w in int32, or of gelu(x @ w * row * column + b)."""
     width, rows = pack_width("int8", target), tirx.Var("B", "int64")
 
@@ -29,28 +30,28 @@ def byte_block(n, k, target, scaled=True, lead=()):
         y = bb.emit(relax.op.multiply(bb.emit(relax.op.multiply(y, row)), column))
         return bb.emit(relax.op.nn.gelu_tanh(bb.emit(relax.op.add(y, b))))
 
-    weight = (-(-n // width), -(-k // 4) + 1, width, 4)
-    inputs = [((rows, *lead, k), "int8"), (weight, "int8")]
+    weight = (-(-n // width), -(-k // 4), width, 4)
+    inputs = [((rows, *lead, k), dtype), (weight, "int8")]
     if scaled:
         inputs += [((rows, *lead, 1), "float32"), ((n,), "float32"), ((n,), "float32")]
     return fused(inputs, build, target)
 
 
-def operands(rows, n, k, lead=(), extreme=False):
-    rng = np.random.default_rng(rows + n + k)
-    low, high = (127, 128) if extreme else (-128, 128)
-    x = rng.integers(low, high, (rows, *lead, k)).astype(np.int8)
-    return x, rng.integers(max(low, -127), high, (k, n)).astype(np.int8)
+def operands(rows, n, k, lead=(), dtype="uint8"):
+    rng, info = np.random.default_rng(rows + n + k), np.iinfo(dtype)
+    x = rng.integers(info.min, info.max + 1, (rows, *lead, k)).astype(dtype)
+    return x, rng.integers(-128, 128, (k, n)).astype(np.int8)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
 @pytest.mark.parametrize("target", [TARGET, AVX2], ids=["host", "avx2"])
 @pytest.mark.parametrize(
     ("rows", "n", "k", "lead"),
     [(1, 64, 64, ()), (7, 130, 37, ()), (13, 3, 2, ()), (2, 70, 129, (3,)), (129, 64, 5, ())],
 )
-def test_sums_are_exact(target, rows, n, k, lead) -> None:
-    x, w = operands(rows, n, k, lead)
-    func = byte_block(n, k, target, scaled=False, lead=lead)
+def test_sums_are_exact(dtype, target, rows, n, k, lead) -> None:
+    x, w = operands(rows, n, k, lead, dtype)
+    func = byte_block(n, k, target, scaled=False, lead=lead, dtype=dtype)
     problem = cpu_gemm.match(func, target)
     assert problem.layout == "grouped" and problem.sums == "int32"
     packed = group(w, pack_width("int8", target))
@@ -58,12 +59,14 @@ def test_sums_are_exact(target, rows, n, k, lead) -> None:
     np.testing.assert_array_equal(got, x.astype(np.int64) @ w.astype(np.int64))
 
 
-def test_the_largest_sums_that_fit_are_exact() -> None:
-    k = 133_144
-    x, w = operands(2, 3, k, extreme=True)
+def test_sums_with_an_offset_wrap_around_to_the_right_result() -> None:
+    """The longest sum that int32 holds, though the sum of x + 128 passes it."""
+    k = MAX_K
+    x, w = np.full((2, k), 255, np.uint8), np.full((k, 3), 127, np.int8)
     func = byte_block(3, k, TARGET, scaled=False)
     got = run(compiled(lower(func)), [x, group(w, pack_width("int8", TARGET))], (2, 3), "int32")
-    assert (got == k * 127**2).all()
+    start = np.int32(-128) * w.sum(axis=0, dtype=np.int32)
+    assert ((got + start).astype(np.int64) == k * 127**2).all()
 
 
 def test_scales_bias_and_activation_are_the_epilogue() -> None:
@@ -112,6 +115,8 @@ def product(dtypes, sums):
     ("dtypes", "sums", "kind"),
     [
         (("int8", "int8"), "int32", "int32"),
+        (("uint8", "int8"), "int32", "int32"),
+        (("uint8", "uint8"), "int32", None),
         (("float32", "int8"), "float32", "float32"),
         (("float8_e4m3fn", "float8_e4m3fn"), "float32", "float32"),
         (("int8", "int8"), "int8", None),

@@ -49,6 +49,7 @@ def library():
         manifest=manifest,
         passes=[("capture", 0.5), ("fuse", 0.25)],
         module=None,
+        accuracy=None,
         executor=SimpleNamespace(copies=4),
         from_cache=False,
         foreign="",

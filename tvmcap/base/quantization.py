@@ -31,7 +31,7 @@ class Quantize:
     scheme: ``"int8"`` or ``"fp8"`` (e4m3): weights with one scale for each output channel, and
         activations; with ``"-weight-only"`` activations keep their dtype.
     activations: ``"token"`` for one scale a row, found at run time, or ``"static"`` for one scale a
-        tensor, from calibration.
+        tensor, from calibration, which clips what is outside, NaN and Inf included.
     smooth: alpha of SmoothQuant (Xiao et al., 2023), 0 to 1, or None: activations are divided, and
         weights multiplied, by max|x|**alpha / max|w|**(1 - alpha) of each input channel; needs
         calibration.

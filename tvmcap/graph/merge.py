@@ -53,15 +53,19 @@ class _Merger:
     def products(self, part: int) -> None:
         """Join a product with the elementwise parts that follow it, of its shape.
 
-        What only those read comes along.
+        What only those read comes along, but for the product's own operands.
         """
         anchors = [i for i in self.members[part] if self.kinds[i].is_anchor]
         if len(anchors) != 1 or self.kinds[anchors[0]].shape:
             return
         shape = list(self.graph.kernels[anchors[0]].types[0].shape.values)
+        index = self.graph.index
+        read = {v for v, _ in self.graph.kernels[anchors[0]].reads}
+        operands = {self.part_of[index[v]] for v in read if v in index}
 
         def fits(part: int, joined: set[int]) -> bool:
-            follows = self.sources(part) & joined or self._serves_only(part, joined)
+            own = part not in operands and self._serves_only(part, joined)
+            follows = self.sources(part) & joined or own
             return bool(follows) and all(
                 self.kinds[i].is_elementwise and self._results_fit(i, shape, len(shape))
                 for i in self.members[part]

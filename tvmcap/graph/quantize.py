@@ -64,12 +64,15 @@ class Plan:
         own largest, found at run time.
     smooth: what each channel of the input is divided by, and of the weight multiplied by; layers of
         one input share it.
+    offset: int8 inputs are stored as unsigned bytes, 128 more, which is what dot products of bytes
+        on CPUs multiply int8 weights by; the sums are corrected by a constant of each column.
     """
 
     dtype: str
     weight_only: bool = False
     clip: float | None = None
     smooth: tuple[float, ...] = ()
+    offset: bool = False
 
 
 def layers(mod: tvm.IRModule, name_of: Callable[[Array], str | None]) -> list[Layer]:
@@ -162,6 +165,9 @@ class _Quantize:
         q, row = self._input(builder, layer, plan, x)
         sums = "int32" if plan.dtype == "int8" else "float32"
         y = builder.emit(relax.op.matmul(q, relax.const(data), out_dtype=sums))
+        if plan.offset:
+            start = np.int32(-128) * data.sum(axis=0, dtype=np.int32)
+            y = builder.emit(relax.op.add(y, relax.const(start)))
         y = _cast(builder, y, "float32")
         if row is None:
             scale = scale * np.float32((plan.clip or 0.0) / LARGEST[plan.dtype])
@@ -238,6 +244,8 @@ def _quantized_input(builder: Any, x: Any, plan: Plan) -> tuple[Any, Any]:
     if plan.dtype == "int8":
         q = emit(relax.op.round(q))
     q = emit(relax.op.clip(q, -largest, largest))
+    if plan.offset:
+        return emit(relax.op.astype(emit(relax.op.add(q, const(128.0))), "uint8")), row
     return emit(relax.op.astype(q, plan.dtype)), row
 
 

@@ -103,7 +103,7 @@ def pack_weight(
         # tensor cores read operands of 32 and of 8 bits with K innermost only
         return np.ascontiguousarray(data.T), lambda left: layout.matmul(dtype, left, "nk")
     width = cpu_target.pack_width(str(lhs.dtype), target)
-    if dtype == "int32" and str(lhs.dtype) == str(weight.dtype) == "int8":
+    if dtype == "int32" and str(weight.dtype) == "int8":
         return gemm_match.group(
             data, width
         ), lambda left: lambda x, packed: gemm_match.grouped_matmul(x, packed, columns, left)

@@ -152,8 +152,11 @@ def hold(result: Comparison, ours: Array, reference: Array, floor_db: float) -> 
     """Judge one output of a quantized model by its noise instead of its largest error.
 
     Integers and bools (an argmax, a comparison) only need the reference's shape: noise moves ties.
+    A NaN may stand for an infinity, and the reverse.
     """
-    if result.misplaced or ours.shape != reference.shape:
+    if ours.shape != reference.shape:
+        return result
+    if result.misplaced and (np.isfinite(ours) != np.isfinite(reference)).any():
         return result
     if not result.dtype.startswith(("float", "bfloat")):
         return replace(result, bad=0)
@@ -161,7 +164,8 @@ def hold(result: Comparison, ours: Array, reference: Array, floor_db: float) -> 
     noise.add(reference, ours)
     bad = 0 if noise.sqnr_db >= floor_db else max(result.bad, 1)
     name = f"{result.name}, {noise.sqnr_db:.1f} dB of {floor_db:g}"
-    return replace(result, name=name, bad=bad, budget=max(result.budget, result.max_abs))
+    budget = max(result.budget, result.max_abs)
+    return replace(result, name=name, bad=bad, budget=budget, misplaced=0)
 
 
 class LayerNoise:

@@ -68,6 +68,7 @@ def verify(
     seed = int(getattr(compiled.config, "seed", 0) if seed is None else seed)
     example = subject.example
     sets = plan_inputs(subject.signature, example, level=level, sizes=sizes, seed=seed)
+    sets = [s for s in sets if s.kind != "nonfinite" or not subject.finite_only]
     checks: list[Check] = []
     start = time.monotonic()
     for i, chosen in enumerate(sets):
@@ -87,7 +88,8 @@ class Subject:
     """What is compared: ``ours`` and ``eager`` with one calling convention, and where each runs.
 
     With ``tf32`` the error that eager makes with products in tf32 decides the budget. With
-    ``floor_db``, for a quantized library, it is the noise: that far below the signal at least.
+    ``floor_db``, for a quantized library, it is the noise: that far below the signal at least. With
+    ``finite_only`` NaN and Inf inputs are not checked: static ranges clip them.
     """
 
     signature: Signature
@@ -100,6 +102,7 @@ class Subject:
     fixed: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     tf32: bool = False
     floor_db: float | None = None
+    finite_only: bool = False
 
     @staticmethod
     def of(compiled: Any, reference: Callable[..., Any] | None) -> Subject:
@@ -123,8 +126,17 @@ class Subject:
         tf32 = device.type == "cuda" and bool(compiled.manifest.config.get("allow_tf32"))
         sides = (compiled, eager, device, home)
         quantized = compiled.manifest.quantization
-        floor = float(quantized["options"]["budget_db"]) if quantized else None
-        return Subject(compiled.signature, *sides, example, keywords, tf32=tf32, floor_db=floor)
+        options = quantized["options"] if quantized else {}
+        floor, static = options.get("budget_db"), options.get("activations") == "static"
+        return Subject(
+            compiled.signature,
+            *sides,
+            example,
+            keywords,
+            tf32=tf32,
+            floor_db=floor,
+            finite_only=static,
+        )
 
     def call(self, fn: Callable[..., Any], leaves: list[torch.Tensor]) -> Any:
         """Call ``fn`` with the flat inputs ``leaves``, its ``keywords`` by keyword."""
