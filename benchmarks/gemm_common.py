@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,15 +65,9 @@ def target() -> Any:
 
 def target_json() -> dict[str, Any]:
     """Return the target as a build request holds it."""
-    return {str(k): _plain(v) for k, v in target().export().items()}
+    from tvmcap.kernel import measure
 
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "items"):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, str | bool | int | float):
-        return value
-    return [_plain(v) for v in value]
+    return measure.target_json(target())
 
 
 def shipped() -> Path:
@@ -161,10 +155,3 @@ def changed(knobs: Any) -> dict[str, Any]:
     default = type(knobs)()
     data = dataclasses.asdict(knobs)
     return {name: value for name, value in data.items() if value != getattr(default, name)}
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean."""
-    import statistics
-
-    return statistics.geometric_mean(values)

@@ -12,8 +12,6 @@ from tvmcap.schedules.gemm_match import is_multiple
 from tvmcap.schedules.gpu_epilogue import Views, offset, position
 from tvmcap.schedules.hopper_plan import Plan
 
-HALF = ("float16", "bfloat16")
-
 
 def output_maps(gemm: Any, p: Plan) -> list[Any]:
     """Describe the stores of a warp group's staged columns, an output each."""
@@ -235,8 +233,5 @@ def pack(dtype: str, low: Any, high: Any) -> Any:
 
 def _unrounded(value: Any) -> Any:
     """Return the float32 value that ``value`` rounds, or None."""
-    if isinstance(value, tirx.Let):
-        body = _unrounded(value.body)
-        return None if body is None else tirx.Let(value.var, value.value, body)
     inner = value.value if isinstance(value, tirx.Cast) else None
     return inner if inner is not None and str(inner.ty) == "float32" else None

@@ -22,7 +22,8 @@ from tvmcap.schedules.gemm_match import Gemm
 from tvmcap.schedules.hopper_columns import Columns, sizes_from_record, sizes_of
 from tvmcap.schedules.hopper_estimate import estimate_us
 from tvmcap.schedules.hopper_features import FEATURES, features
-from tvmcap.schedules.hopper_kernel import gemm_kernel, launch_params
+from tvmcap.schedules.hopper_kernel import gemm_kernel
+from tvmcap.schedules.hopper_ops import launch_params
 from tvmcap.schedules.hopper_plan import OPERANDS, SHARED_BYTES, SWIZZLE_BYTES, plan
 
 RANGES = (16, 64, 256, 1024, 4096)
@@ -247,9 +248,9 @@ def lower(func: tirx.PrimFunc, gemm: Gemm, knobs: Knobs, target: Any) -> tirx.Pr
     """Write the TIRx kernel of a setting, with the parameters of ``func``."""
     if knobs.swapped:
         kernel = skinny_kernel.skinny_kernel(gemm, knobs)
-        launch = skinny_kernel.launch_params(knobs)
     else:
-        kernel, launch = gemm_kernel(gemm, knobs), launch_params(knobs)
+        kernel = gemm_kernel(gemm, knobs)
+    launch = launch_params(plan(gemm, knobs).cluster, knobs.dependent)
     attrs = {"tirx.is_scheduled": True, "tirx.kernel_launch_params": launch}
     return tirx.PrimFunc(func.params, kernel.body).with_attr(attrs)
 

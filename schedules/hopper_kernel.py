@@ -25,7 +25,7 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     A producer thread fills a ring of stages through TMA, two consumer warp groups multiply. The
     caller adds the parameters.
     """
-    p = plan(gemm, knobs, _int32)
+    p = plan(gemm, knobs, hopper_ops.int32)
     views, maps, out_maps = Views(gemm), list[Any](), list[Any]()
     layouts = (gemm.a_layout == "mk", gemm.layout == "nk")
     stages, split, pingpong = knobs.stages, knobs.split, knobs.groups == "tiles"
@@ -137,7 +137,7 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
         T.device_entry()
         T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", 1)
         views.declare()
-        ids = T.meta_var(_ids(grid, p.cluster))
+        ids = T.meta_var(hopper_ops.cluster_ids(grid, p.cluster))
         tx = T.thread_id([384])
         sm = T.meta_var(Shared(p))
         span = T.meta_var(_span(p, ids[1]))
@@ -174,31 +174,12 @@ def gemm_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
     return kernel
 
 
-def launch_params(knobs: Any) -> list[str]:
-    """Return the kernel's launch attributes."""
-    clustered = knobs.cluster_m * knobs.cluster_n * knobs.split > 1
-    cluster = ["clusterCtaIdx.x"] if clustered else []
-    early = ["tirx.use_programtic_dependent_launch"] if knobs.dependent else []
-    return ["blockIdx.x", *cluster, "threadIdx.x", *early, "tirx.use_dyn_shared_memory"]
-
-
-def _int32(extent: Any) -> Any:
-    return extent if isinstance(extent, int) else tirx.Cast("int32", extent)
-
-
 def _grid(p: Any, num_tiles: Any) -> Any:
     """Clusters launched: one a tile, or at most what fits."""
     each = p.knobs.split > 1 or not p.knobs.persistent
     if isinstance(num_tiles, int):
         return max(num_tiles if each else min(num_tiles, p.clusters), 1)
     return T.max(num_tiles if each else T.min(num_tiles, p.clusters), 1)
-
-
-def _ids(grid: Any, cluster: int) -> tuple[Any, Any]:
-    """Return the cluster's number in the grid and this CTA's rank in it."""
-    if cluster == 1:
-        return T.cta_id([grid]), 0
-    return T.cluster_id([grid]), T.cta_id_in_cluster([cluster])
 
 
 def _span(p: Any, rank: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmcap.schedules.hopper_plan import OPERANDS
@@ -91,10 +92,30 @@ def _wide_int8(n: int, name: str) -> str:
     )
 
 
-def new_map(buffer: Any, extents: Any, box: Any, item: int) -> Any:
+def int32(extent: Any) -> Any:
+    """Narrow a symbolic extent."""
+    return extent if isinstance(extent, int) else tirx.Cast("int32", extent)
+
+
+def cluster_ids(grid: Any, cluster: int) -> tuple[Any, Any]:
+    """Return the cluster's number in the grid and this CTA's rank in it."""
+    if cluster == 1:
+        return T.cta_id([grid]), 0
+    return T.cluster_id([grid]), T.cta_id_in_cluster([cluster])
+
+
+def launch_params(cluster: int, dependent: bool) -> list[str]:
+    """Return a kernel's launch attributes, by CTAs of its cluster."""
+    clustered = ["clusterCtaIdx.x"] if cluster > 1 else []
+    early = ["tirx.use_programtic_dependent_launch"] if dependent else []
+    return ["blockIdx.x", *clustered, "threadIdx.x", *early, "tirx.use_dyn_shared_memory"]
+
+
+def new_map(buffer: Any, extents: Any, box: Any, item: int, promotion: int = 2) -> Any:
     """Describe a matrix, or a batch of them, to TMA: rows of a box swizzled, zeros past the edge.
 
     ``extents`` and ``box`` (of one load or store) give columns first; rows follow each other.
+    ``promotion``: the L2 cache fetches 64 bytes at once (1), 128 (2) or 256 (3).
     """
     tensor_map = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap").ty)
     strides = [extents[0] * item]
@@ -102,9 +123,8 @@ def new_map(buffer: Any, extents: Any, box: Any, item: int) -> Any:
         strides.append(strides[-1] * extent)
     ones = [1] * len(extents)
     swizzle = {32: 1, 64: 2, 128: 3}[box[0] * item]
-    modes = (0, swizzle, 2, 0)  # no interleave, swizzle, L2 promotion of 128 bytes, zero fill
-    # bytes are bytes to TMA
-    dtype = "uint8" if item == 1 else str(buffer.dtype)
+    modes = (0, swizzle, promotion, 0)  # no interleave, swizzle, L2 promotion, zero fill
+    dtype = "uint8" if item == 1 else str(buffer.dtype)  # bytes are bytes to TMA
     args = (dtype, len(extents), buffer.data, *extents, *strides, *box, *ones, *modes)
     T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", tensor_map, *args))
     return tensor_map

@@ -15,11 +15,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvmcap.schedules import hopper_ops
 from tvmcap.schedules.gpu_epilogue import Views
 from tvmcap.schedules.skinny_finish import finisher, leaver, toucher
 from tvmcap.schedules.skinny_plan import LINE, Plan, Shared, skinny_bytes
 
-__all__ = ["launch_params", "skinny_bytes", "skinny_kernel"]
+__all__ = ["skinny_bytes", "skinny_kernel"]
 
 _LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 _PREFETCH = "cp.async.bulk.prefetch.tensor.2d.L2.global.tile"
@@ -38,8 +39,8 @@ def skinny_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
 
     def encode() -> None:
         extents = (p.k, p.n) if p.k_major else (p.n, p.k)
-        maps.append(_new_map(gemm.b, extents, p.w_box))
-        maps.append(_new_map(gemm.a, (p.k, p.m), (LINE, p.bn)))
+        maps.append(hopper_ops.new_map(gemm.b, extents, p.w_box, 2, promotion=3))
+        maps.append(hopper_ops.new_map(gemm.a, (p.k, p.m), (LINE, p.bn), 2, promotion=3))
 
     @T.inline
     def prepare(sm: Any, rank: Any, m_0: Any) -> None:
@@ -61,7 +62,7 @@ def skinny_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
         encode()
         T.device_entry()
         views.declare()
-        ids = T.meta_var(_ids(p))
+        ids = T.meta_var(hopper_ops.cluster_ids(p.tiles, p.split))
         tx = T.thread_id([p.threads + 32])
         sm = T.meta_var(Shared(p))
         rank: T.int32 = ids[1]
@@ -93,13 +94,6 @@ def skinny_kernel(gemm: Any, knobs: Any) -> tirx.PrimFunc:
             finish(sm, tx, m_0 + rank * p.own, n_0)
 
     return kernel
-
-
-def launch_params(knobs: Any) -> list[str]:
-    """Return the kernel's launch attributes."""
-    cluster = ["clusterCtaIdx.x"] if knobs.split > 1 else []
-    early = ["tirx.use_programtic_dependent_launch"] if knobs.dependent else []
-    return ["blockIdx.x", *cluster, "threadIdx.x", *early, "tirx.use_dyn_shared_memory"]
 
 
 def producer(p: Plan, maps: list[Any], dependent: bool) -> Any:
@@ -154,7 +148,12 @@ def producer(p: Plan, maps: list[Any], dependent: bool) -> Any:
 
 
 def multiplier(p: Plan) -> Any:
-    """Return the loop of a warp group over its block's k steps."""
+    """Return the loop of a warp group over its block's k steps.
+
+    The instruction's 64 rows are columns of the output, its N the rows of x.
+    """
+    mma = hopper_ops.wgmma(p.dtype, p.bn)
+    flags = (1, 1, int(not p.k_major), 0)  # signs of both operands, majorities
 
     def describe(descriptor: Any, tile: Any) -> Any:
         where = T.address_of(descriptor)  # rows of 8 follow each other after 64 16-byte units
@@ -164,10 +163,9 @@ def multiplier(p: Plan) -> Any:
     def step(acc: Any, at_w: Any, at_x: Any) -> None:
         T.ptx.wgmma.fence.sync.aligned()
         for kk in T.unroll(p.bk // 16):
-            sums = T.meta_var([acc[i] for i in range(p.accumulators)])
             w = T.meta_var(at_w + p.shift(p.bm, p.k_major, kk))
             x = T.meta_var(at_x + p.shift(p.bn, True, kk))
-            T.ptx[p.wgmma](*sums, w, x, T.bool(True), 1, 1, int(not p.k_major), 0)
+            mma(acc, 0, w, x, T.bool(True), flags)
         T.ptx.wgmma.commit_group.sync.aligned()
         T.ptx.wgmma.wait_group.sync.aligned(0)
 
@@ -194,22 +192,3 @@ def multiplier(p: Plan) -> Any:
                 phase = phase ^ 1
 
     return multiply
-
-
-def _ids(p: Plan) -> tuple[Any, Any]:
-    """Return the tile and this block's rank in the cluster that shares it."""
-    if p.split == 1:
-        return T.cta_id([p.tiles]), 0
-    return T.cluster_id([p.tiles]), T.cta_id_in_cluster([p.split])
-
-
-def _new_map(buffer: Any, extents: Any, box: Any) -> Any:
-    """Describe a matrix to TMA: rows that follow each other, 128-byte swizzle, zeros past the edge.
-
-    ``extents`` and ``box`` (of one load) give columns first; L2 fetches 256 bytes at once.
-    """
-    tensor_map = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap").ty)
-    modes = (1, 1, 0, 3, 3, 0)  # element strides, no interleave, swizzle, L2 promotion, zero fill
-    args = (str(buffer.dtype), 2, buffer.data, *extents, extents[0] * 2, *box, *modes)
-    T.evaluate(T.call_packed("runtime.cuTensorMapEncodeTiled", tensor_map, *args))
-    return tensor_map

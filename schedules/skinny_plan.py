@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
+
+from tvmcap.schedules import hopper_ops
 
 LINE = 64
 """Elements of 16 bits in a row of the 128-byte swizzle."""
 _PAD = 4
 """Float32 elements between rows of partial sums: a warp's fragment then meets no bank twice."""
-_WGMMA_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def skinny_bytes(gemm: Any, knobs: Any) -> int:
@@ -30,7 +30,9 @@ class Plan:
     """
 
     def __init__(self, gemm: Any, knobs: Any) -> None:
-        self.m, self.n, self.k = (_int32(extent) for extent in (gemm.rows, gemm.n, gemm.k))
+        self.m, self.n, self.k = (
+            hopper_ops.int32(extent) for extent in (gemm.rows, gemm.n, gemm.k)
+        )
         self.bm: int = knobs.bm
         self.bn: int = knobs.bn
         self.bk: int = knobs.bk
@@ -46,12 +48,6 @@ class Plan:
         self.m_tiles = (self.m + self.bn - 1) // self.bn
         self.tiles = self.m_tiles * ((self.n + self.bm - 1) // self.bm)
         self.stage_bytes = (self.bm + self.bn) * self.bk * 2
-
-    @property
-    def wgmma(self) -> str:
-        """Name of the instruction: its 64 rows are columns of the output, its N rows of x."""
-        kind = _WGMMA_TYPES[self.dtype]
-        return f"wgmma.mma_async.sync.aligned.m64n{self.bn}k16.f32.{kind}.{kind}"
 
     @property
     def w_box(self) -> tuple[int, int]:
@@ -91,7 +87,3 @@ class Shared:
         self.empty = pool.alloc((p.stages,), "uint64", align=8)
         self.summed = pool.alloc((1,), "uint64", align=8)
         pool.commit()
-
-
-def _int32(extent: Any) -> Any:
-    return extent if isinstance(extent, int) else tirx.Cast("int32", extent)

@@ -17,7 +17,8 @@ from tvm import te, tirx
 from tests.schedules.products import TARGET, product, source_of
 from tvmcap.base import codegen
 from tvmcap.schedules import gemm_match
-from tvmcap.schedules.skinny_kernel import launch_params, skinny_bytes, skinny_kernel
+from tvmcap.schedules.hopper_ops import launch_params
+from tvmcap.schedules.skinny_kernel import skinny_bytes, skinny_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ def lowered(func, knobs, dependent=False):
     assert gemm is not None
     attrs = {"tirx.is_scheduled": True, "global_symbol": "gemm"}
     knobs = dataclasses.replace(knobs, dependent=dependent)
-    attrs["tirx.kernel_launch_params"] = launch_params(knobs)
+    attrs["tirx.kernel_launch_params"] = launch_params(knobs.split, dependent)
     body = skinny_kernel(gemm, knobs).body
     return tirx.PrimFunc(func.params, body).with_attr(attrs)
 

@@ -64,7 +64,7 @@ class Measurer:
             raise TuneError(
                 f"no {self.device} device here to measure on; tune on a machine that has one"
             )
-        self._target_json = {str(k): _plain(v) for k, v in target.export().items()}
+        self._target_json = target_json(target)
         self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
         self._built: dict[str, dict[str, Any]] = {}
         self._references: dict[str, str] = {}
@@ -255,6 +255,11 @@ def device_of(target: Any) -> str:
     """Name of the device that a target's kernels run on."""
     kind = str(target.kind.name)
     return "cpu" if kind == "llvm" else kind
+
+
+def target_json(target: Any) -> dict[str, Any]:
+    """Return a target as a request to a worker holds it."""
+    return {str(k): _plain(v) for k, v in target.export().items()}
 
 
 def _plain(value: Any) -> Any:
