@@ -6,12 +6,12 @@ Nothing that a candidate does, be it a crash, a hang or a wrong result, ends the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +71,7 @@ class Measurer:
         self._target_json = target_json(target)
         self._built: dict[str, dict[str, Any]] = {}
         self._references: dict[str, str] = {}
+        self._numbers = itertools.count()  # of files: threads share it
         environment = process.environment(target)
         building = process.command(self.device, builds=True)
         count = workers or os.cpu_count() or 1
@@ -169,7 +170,8 @@ class Measurer:
                 worker.stop()
 
         try:
-            list(self._threads.map(serve, self._builders))
+            if queue:
+                list(self._threads.map(serve, self._builders))
         except BaseException:
             queue.clear()
             for worker in self._builders:
@@ -178,7 +180,7 @@ class Measurer:
         return [self._built[c.name] for c in candidates]
 
     def _build_one(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        path = str(self._folder / f"kernel{len(self._built)}-{time.monotonic_ns()}.so")
+        path = str(self._folder / f"kernel{next(self._numbers)}.so")
         request = {**request, "target": self._target_json, "path": path}
         return {**worker.call(request, self.build_timeout_s), "path": path}
 
@@ -201,7 +203,7 @@ class Measurer:
         key = self._key(workload)
         if key not in self._references:
             self.build([], [workload])
-            path = str(self._folder / f"reference{len(self._references)}.npz")
+            path = str(self._folder / f"reference{next(self._numbers)}.npz")
             reply = built = self._built[key]
             if "error" not in built:
                 runner = runner or self.runners[0]

@@ -89,7 +89,7 @@ class Run:
             self.progress.start(self.limit)
         try:
             with interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
-                self.entries = self._open(measurer, found, sizes)
+                self.entries = self.open(measurer, found, sizes)
                 while entries := self._next(measurer.workers):
                     self._round(measurer, entries)
                 measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
@@ -104,9 +104,10 @@ class Run:
             if self.progress is not None:
                 self.progress.finish()
 
-    def _open(
+    def open(
         self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
     ) -> list[Entry]:
+        """Return a session for each task and size, heavy ones first."""
         models: dict[str, RankModel] = {}
         entries: list[Entry] = []
         for task in found:
@@ -182,19 +183,29 @@ class Run:
                 batches.append((entry, proposals))
         workloads = [entry.session.workload for entry, _ in batches]
         measurer.build([p.candidate for _, proposals in batches for p in proposals], workloads)
-        results: dict[int, list[Measurement]] = {}
-        before = {id(e): _median(e.session.best()) for e, _ in batches}
+        before = [_median(entry.session.best()) for entry, _ in batches]
+        results = self.measure(measurer, batches)
+        for (entry, proposals), measured, us in zip(batches, results, before, strict=True):
+            if measured:
+                self._batch(entry, proposals, measured, us)
 
-        def measure(runner: Runner, batch: tuple[Entry, list[Proposal]]) -> None:
-            entry, proposals = batch
+    def measure(
+        self, measurer: Measurer, batches: Sequence[tuple[Entry, list[Proposal]]]
+    ) -> list[list[Measurement]]:
+        """Measure batches of different sessions on all devices; the records are on disk then.
+
+        A session without a reference to check against gives no measurements.
+        """
+        results: list[list[Measurement]] = [[] for _ in batches]
+
+        def work(runner: Runner, i: int) -> None:
+            entry, proposals = batches[i]
             if self._has_reference(measurer, entry, runner):
-                at = id(entry)
-                results[at] = self._measure(measurer, entry, proposals, before[at], runner)
+                limit_us = _median(entry.session.best())
+                results[i] = self._measure(measurer, entry, proposals, limit_us, runner)
 
-        measurer.spread(measure, batches)
-        for entry, proposals in batches:
-            if id(entry) in results:
-                self._batch(entry, proposals, results[id(entry)], before[id(entry)])
+        measurer.spread(work, range(len(batches)))
+        return results
 
     def _think(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step of the search, and count its time as neither building nor measuring."""
