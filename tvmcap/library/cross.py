@@ -1,14 +1,11 @@
 """Cross-compilation: a cubin on a machine without a GPU, in a process of its own.
 
-Without libcuda.so.1 TVM's CUDA side library does not load and `tvm.compile` would put CUDA *source*
-in the library. A stand-in for the driver lets it load; it stays in a child process, so that it can
-never spoil a later start of CUDA.
+What lets TVM's CUDA side library load here (``base.driver``) stays in a child process, so that it
+can never spoil a later start of CUDA.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,15 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base import codegen
-from tvmcap.base.errors import BuildError, ToolchainError
-
-_DRIVER_FUNCTIONS = (
-    "cuInit cuDeviceGetCount cuDeviceGet cuDeviceGetName cuFuncSetAttribute cuGetErrorName "
-    "cuGetErrorString cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData cuModuleUnload "
-    "cuTensorMapEncodeTiled"
-).split()
-_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h)
+from tvmcap.base import codegen, driver
+from tvmcap.base.errors import BuildError
 
 
 @dataclass(frozen=True)
@@ -54,33 +44,15 @@ class Apart:
             raise BuildError(f"cross-compiling for {arch} failed: {last}\n{done.stderr[-4000:]}")
 
 
-def preload_driver_stand_in(folder: str) -> None:
-    """Load libcudart and a driver without a device into this process, which must only build."""
-    cudart = codegen.find_cudart()
-    if cudart is None:
-        raise ToolchainError(
-            "cross-compiling needs libcudart.so.13; pip install 'tvmcap[cuda]' brings it"
-        )
-    source, library = Path(folder, "cuda.c"), Path(folder, "libcuda.so.1")
-    source.write_text(
-        "".join(f"int {name}(void){{return {_NO_DEVICE};}}\n" for name in _DRIVER_FUNCTIONS)
-    )
-    compiler = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*compiler, "-o", str(library), str(source)], check=True)
-    for path in (cudart, library):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-
-
 def main(source: str, target: str, path: str) -> None:
     """Compile the module of ``source`` (TVM's JSON) for ``target`` (JSON) into ``path``."""
-    with tempfile.TemporaryDirectory() as folder:
-        preload_driver_stand_in(folder)
-        import tvm
+    driver.preload()
+    import tvm
 
-        from tvmcap.library.lower import compile_module
+    from tvmcap.library.lower import compile_module
 
-        mod = tvm.ir.load_json(Path(source).read_text())
-        compile_module(mod, codegen.make_target(target)).export_library(path)
+    mod = tvm.ir.load_json(Path(source).read_text())
+    compile_module(mod, codegen.make_target(target)).export_library(path)
 
 
 if __name__ == "__main__":
