@@ -65,9 +65,9 @@ def target() -> Any:
 
 def target_json() -> dict[str, Any]:
     """Return the target as a build request holds it."""
-    from tvmcap.kernel import measure
+    from tvmcap.kernel import process
 
-    return measure.target_json(target())
+    return process.target_json(target())
 
 
 def shipped() -> Path:

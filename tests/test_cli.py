@@ -221,6 +221,7 @@ def test_usage_errors_exit_with_2(capsys):
 def test_every_field_of_config_with_an_effect_is_an_option():
     parser = make_parser()
     text = {"constants": "w,b", "disable": "fuse", "tune": "32", "seed": "3", "workers": "2"}
+    text |= {"rpc": "here:9190"}
     flags = []
     switches = {name for name, field in FIELDS.items() if field.type == "bool"} - set(_NO_OPTION)
     flags += ["--" + name.replace("_", "-") for name in sorted(switches - {"verify"})]

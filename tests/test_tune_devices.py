@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,12 @@ class Progress:
         pass
 
 
-def run(folder: Path, trials: int, then: Any = lambda: None) -> Any:
+def run(
+    folder: Path, trials: int, then: Any = lambda: None, rows: Sequence[int] = (3, 16, 40)
+) -> Any:
     # as many builders as candidates of two batches, so that a round has both sizes
     config = Config(log_dir=str(folder), tune=trials, workers=8)
-    sizes = {"B": [3, 16, 40]}
+    sizes = {"B": rows}
     return tune_module(fake.module(), TARGET, config, Progress(then), find=fake.find, sizes=sizes)
 
 
@@ -76,6 +79,21 @@ def test_sizes_are_measured_on_all_devices(tmp_path: Path, two: list[runner.Runn
     times = Counter((str(r.sizes), r.candidate) for r in records)
     assert sum(times.values()) >= 12 and len({sizes for sizes, _ in times}) == 3
     assert [r.error for r in records if r.error] == []
+
+
+def test_a_batch_alone_is_measured_on_all_devices(tmp_path: Path, two: list[runner.Runner]) -> None:
+    served: Counter[int] = Counter()
+
+    def count() -> None:
+        for i, each in enumerate(two):
+            served[i] = max(served[i], each.worker.served)
+
+    result = run(tmp_path / "log", 4, count, rows=[3])
+    assert result.trials == 4 and not result.failures
+    # each prepared the arguments and ran half of the batch; one computed the reference as well
+    assert sorted(served.values()) in ([3, 3], [3, 4])
+    records = RecordStore(tmp_path / "log").records
+    assert len({r.candidate for r in records}) == 4
 
 
 def test_ctrl_c_records_no_failure_of_what_it_cut_off(

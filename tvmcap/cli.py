@@ -42,7 +42,9 @@ _OPTION_HELP = {
     "cache_dir": "folder of the compile cache",
     "dump": "folder that receives the IR after each pass",
     "seed": "seed of every random choice",
-    "workers": "processes that compile candidates",
+    "workers": "processes that compile candidates; with --rpc, devices that measure them",
+    "rpc": "HOST:PORT of an RPC tracker whose servers measure candidates",
+    "key": "what those servers are registered under",
 }
 #: ``dynamic`` has a form of its own, ``calibration`` is tensors; nothing stands behind the others.
 _NO_OPTION = (
@@ -50,7 +52,6 @@ _NO_OPTION = (
     "calibration",
     "backward",
     "memory_budget",
-    "rpc",
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tvmcap.base.config import Config, make_config
-from tvmcap.kernel import spaces, tasks
+from tvmcap.kernel import remote, spaces, tasks
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun
 from tvmcap.kernel.stores import open_stores
 from tvmcap.kernel.tuner import DEFAULT_TRIALS, Run
@@ -30,7 +30,7 @@ def tune(
     fn, args, kwargs: as for ``build``; example inputs are needed.
     trials: candidates to measure in all (64 unless ``config.tune`` is a number).
     config, options: fields of ``Config``; ``budget_s`` limits the seconds, ``log_dir`` says where
-        records go.
+        records go, ``rpc`` and ``key`` name servers that measure in the place of this machine.
     progress: what to tell; None for a display on a terminal and log lines elsewhere.
 
     Returns
@@ -40,7 +40,7 @@ def tune(
     Raises
     ------
     CaptureError, BuildError, RecordError (the log folder cannot be written), TuneError (nothing can
-    be measured).
+    be measured: no device, no RPC tracker, no server under the key).
     """
     from tvmcap import pipeline
     from tvmcap.base.codegen import make_target
@@ -53,12 +53,21 @@ def tune(
         config, tune=trials or (config.tune if isinstance(config.tune, int) else DEFAULT_TRIALS)
     )
     target = make_target(config.target)
-    open_stores(config, target).writer.check_writable()
+    check(config, target)
     captured = capture(fn, args, kwargs, config)
     quantize = quantizer(captured, config, target)
     passes = pipeline.front(target, config.allow_tf32, config.vendor_matmul, quantize)
     fused = pipeline.run(captured.mod, passes, target, config, pipeline.Trace())
     return tune_module(fused, target, config, progress or default_progress())
+
+
+def check(config: Config, target: Any) -> None:
+    """See, before anything is built, that records can be written and RPC servers are there.
+
+    Raises RecordError or TuneError.
+    """
+    open_stores(config, target).writer.check_writable()
+    remote.connect(config, target)
 
 
 def tune_module(
@@ -75,8 +84,8 @@ def tune_module(
     ``sizes`` gives the values of symbolic dimensions to tune at, by name; ``find`` picks the search
     spaces.
     """
+    check(config, target)
     stores = open_stores(config, target)
-    stores.writer.check_writable()
     run = Run(config, target, stores, progress)
     found = tasks.extract(mod, target, find)
     if found:

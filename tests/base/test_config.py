@@ -96,6 +96,11 @@ def test_a_file_that_is_no_toml(tmp_path) -> None:
         ({"seed": -1}, "from 0"),
         ({"memory_budget": 0.5}, "cannot do that yet"),
         ({"workers": 0}, "at least 1"),
+        ({"rpc": "here:9190"}, "key is missing"),
+        ({"key": "h200"}, "rpc is missing"),
+        ({"rpc": "here", "key": "h200"}, "rpc: expected the HOST:PORT"),
+        ({"rpc": "here:99999", "key": "h200"}, "rpc: expected the HOST:PORT"),
+        ({"rpc": "here:9190", "key": "my card"}, "key: expected a name without spaces"),
     ],
     ids=str,
 )

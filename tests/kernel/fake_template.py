@@ -63,6 +63,10 @@ def space_with_failures(problem: Problem, target: Any) -> list[Knobs]:
     ]
 
 
+def space_with_crash(problem: Problem, target: Any) -> list[Knobs]:
+    return [Knobs(4), Knobs(8), Knobs(4, RUN_CRASH), Knobs(16)]
+
+
 def space_all_wrong(problem: Problem, target: Any) -> list[Knobs]:
     return [Knobs(tile, NO_COMPILE) for tile in (1, 2, 4, 8)]
 
@@ -140,6 +144,7 @@ def _template(name: str, **changes: Any) -> Template:
 
 FAKE = _template("fake")
 FAILING = _template("failing", space=space_with_failures)
+CRASHES = _template("crashes", space=space_with_crash)
 BROKEN = _template("broken", space=space_all_wrong, default=default_wrong)
 
 
@@ -149,6 +154,10 @@ def find(func: Any, target: Any) -> Any:
 
 def find_failing(func: Any, target: Any) -> Any:
     return FAILING, match(func, target)
+
+
+def find_crash(func: Any, target: Any) -> Any:
+    return CRASHES, match(func, target)
 
 
 def find_broken(func: Any, target: Any) -> Any:

@@ -70,7 +70,6 @@ class Dim:
 _RESERVED: dict[str, Any] = {
     "backward": False,
     "memory_budget": 1.0,
-    "rpc": None,
 }
 
 
@@ -88,14 +87,16 @@ class Config:
     quantize: a scheme such as ``"int8"``, ``"auto"``, or a ``Quantize``; None for no quantization.
     calibration: inputs (a tensor or a tuple of arguments each), ``Ranges`` or the path of their
         file; what ``quantize`` may need to know of activations.
-    backward, memory_budget, rpc: reserved; refused until there is something behind them.
+    backward, memory_budget: reserved; refused until there is something behind them.
     disable: names of passes to leave out (``tvmcap.pipeline`` holds the list).
     allow_tf32: on cuda, float32 matmuls may multiply in tf32 (10 mantissa bits) and add in float32,
         and ``verify`` holds them to that error; on llvm it changes nothing.
     vendor_matmul: leave matmuls to torch's kernels, untuned; the library then needs torch.
     verify: compare the library with a higher-precision reference after building.
     seed: seed of every random choice.
-    workers: processes that compile candidates.
+    workers: processes that compile candidates; with ``rpc``, devices that measure them.
+    rpc: ``"HOST:PORT"`` of an RPC tracker whose servers measure candidates; None for this machine.
+    key: what those servers are registered under.
     log_dir: folder of tuning records to read first and write to.
     cache_dir: folder of the compile cache; None for the user's cache folder.
     dump: folder that receives the IR after each pass.
@@ -117,6 +118,7 @@ class Config:
     seed: int = 0
     workers: int | None = None
     rpc: str | None = None
+    key: str | None = None
     log_dir: str | None = None
     cache_dir: str | None = None
     dump: str | None = None
@@ -127,6 +129,11 @@ class Config:
             object.__setattr__(self, name, _checked(name, getattr(self, name)))
         if self.calibration is not None and self.quantize is None:
             raise ConfigError("calibration has no effect without quantize; pass quantize='int8'")
+        if (self.rpc is None) != (self.key is None):
+            raise ConfigError(
+                "rpc='HOST:PORT' (a tracker) and key='NAME' (of its servers) go together; "
+                f"{'rpc' if self.rpc is None else 'key'} is missing"
+            )
         if self.vendor_matmul and self.quantize is not None:
             raise ConfigError(
                 "vendor_matmul leaves the products to torch that quantize would rewrite; choose one"
@@ -143,7 +150,7 @@ class Config:
         return plain
 
 
-_NO_CODE = ("verify", "workers", "rpc", "log_dir", "cache_dir", "dump", "budget_s")
+_NO_CODE = ("verify", "workers", "rpc", "key", "log_dir", "cache_dir", "dump", "budget_s")
 
 
 def _plain(value: Any) -> Any:
@@ -163,6 +170,11 @@ _A_FOLDER = "the path of a folder, or None"
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+
+
+def _is_address(value: Any) -> bool:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 def _is_seconds(value: Any) -> bool:
@@ -201,6 +213,11 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "workers": (
         lambda v: v is None or (_is_integer(v) and v >= 1),
         "a number of processes, at least 1, or None",
+    ),
+    "rpc": (lambda v: v is None or _is_address(v), "the HOST:PORT of an RPC tracker, or None"),
+    "key": (
+        lambda v: v is None or (isinstance(v, str) and bool(v) and not {" ", ":"} & {*v}),
+        "a name without spaces or colons, or None",
     ),
     **{name: (lambda v: v is None or isinstance(v, str), _A_FOLDER) for name in _PATHS},
 }

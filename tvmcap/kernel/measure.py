@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import tvm
 
 from tvmcap.base.errors import TuneError
-from tvmcap.kernel import process, tasks
+from tvmcap.kernel import process, remote, tasks
 from tvmcap.kernel.candidates import Candidate as Candidate
 from tvmcap.kernel.candidates import Measurement as Measurement
 from tvmcap.kernel.candidates import Workload as Workload
@@ -38,11 +38,12 @@ class Measurer:
 
     Parameters
     ----------
-    target: what to compile for; this machine must have it.
+    target: what to compile for; this machine must have it, or the servers.
     workers: processes that build at the same time; by default one a core.
     time_s: seconds of timing a candidate gets; by default 0.15 on a CPU and 0.03 on a GPU, whose
         times spread little; 0 checks without timing.
     build_timeout_s, run_timeout_s: when a build or a run is given up.
+    servers: what measures in the place of this machine.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Measurer:
         time_s: float | None = None,
         build_timeout_s: float = 60.0,
         run_timeout_s: float | None = None,
+        servers: remote.Servers | None = None,
     ) -> None:
         self.target = target
         self.device = device_of(target)
@@ -60,15 +62,16 @@ class Measurer:
         self.build_timeout_s = build_timeout_s
         self.run_timeout_s = _RUN_TIMEOUT_S[self.device] if run_timeout_s is None else run_timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
-        self.runners = open_runners(
-            target, self.device, self._folder, self.time_s, self.run_timeout_s
+        how = (self.device, self._folder, self.time_s, self.run_timeout_s)
+        self.runners: Sequence[Runner] = (
+            open_runners(target, *how) if servers is None else remote.open_runners(servers, *how)
         )
         if not self.runners:
             shutil.rmtree(self._folder)
             raise TuneError(
                 f"no {self.device} device here to measure on; tune on a machine that has one"
             )
-        self._target_json = target_json(target)
+        self._target_json = process.target_json(target)
         self._built: dict[str, dict[str, Any]] = {}
         self._references: dict[str, str] = {}
         self._numbers = itertools.count()  # of files: threads share it
@@ -243,19 +246,3 @@ def device_of(target: Any) -> str:
     """Name of the device that a target's kernels run on."""
     kind = str(target.kind.name)
     return "cpu" if kind == "llvm" else kind
-
-
-def target_json(target: Any) -> dict[str, Any]:
-    """Return a target as a request to a worker holds it."""
-    return {str(k): _plain(v) for k, v in target.export().items()}
-
-
-def _plain(value: Any) -> Any:
-    """Turn TVM containers and numbers into JSON data."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, str | bool | int | float) or value is None:
-        return value
-    if hasattr(value, "value"):
-        return value.value
-    return [_plain(v) for v in value]

@@ -151,3 +151,19 @@ def environment(target: Any) -> dict[str, str]:
         "TVM_NUM_THREADS": threads,
         "OMP_NUM_THREADS": threads,
     }
+
+
+def target_json(target: Any) -> dict[str, Any]:
+    """Return a target as a request to a worker holds it."""
+    return {str(k): _plain(v) for k, v in target.export().items()}
+
+
+def _plain(value: Any) -> Any:
+    """Turn TVM containers and numbers into JSON data."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, str | bool | int | float) or value is None:
+        return value
+    if hasattr(value, "value"):
+        return value.value
+    return [_plain(v) for v in value]

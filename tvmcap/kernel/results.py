@@ -50,7 +50,8 @@ class TuneRun:
     overhead_s: seconds of it in which the search chose and learnt.
     curve: (trials so far, task, its best microseconds), one a batch.
     stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try), ``"converged"``
-        (what is left should gain less than the noise of a measurement) or ``"interrupted"``.
+        (what is left should gain less than the noise of a measurement), ``"interrupted"`` or
+        ``"no server"`` (the last RPC server went away).
     """
 
     results: tuple[TaskResult, ...]

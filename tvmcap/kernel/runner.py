@@ -40,6 +40,10 @@ class Runner:
         self.stopped = True
         self.worker.stop()
 
+    def machine(self) -> dict[str, Any] | None:
+        """Return what measures, as a fingerprint says it, where that is not this machine."""
+        return None
+
     def reference(self, workload: Workload, library: str, outputs: str) -> dict[str, Any]:
         """Compute the unscheduled function of ``library`` into the file ``outputs``."""
         request = {**self._inputs(workload, outputs), "library": library}

@@ -17,7 +17,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from tvmcap.kernel import tasks
-from tvmcap.kernel.fingerprint import fingerprint, tvm_version
+from tvmcap.kernel.fingerprint import tvm_version
 from tvmcap.kernel.measure import Candidate, Measurement, Workload
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.stores import Stores
@@ -98,7 +98,7 @@ class Session:
             template_hash=key.template_hash,
             knobs=proposal.knobs,
             trace=proposal.trace,
-            target=fingerprint(self.target),
+            target=self.stores.fingerprint(self.target),
             tvm=tvm_version(),
             median_us=result.median_us,
             p10_us=result.p10_us,

@@ -24,10 +24,19 @@ SHIPPED = Path(__file__).parent.parent / "tuning_logs"
 
 @dataclass(frozen=True)
 class Stores:
-    """Stores to read from, best first, and the one to write to."""
+    """Stores to read from, best first, and the one to write to.
+
+    ``machine`` is what measures where this machine does not: the name, units and memory_gib of a
+    fingerprint.
+    """
 
     stores: tuple[RecordStore, ...]
     writer: RecordStore
+    machine: Mapping[str, Any] | None = None
+
+    def fingerprint(self, target: Any) -> dict[str, Any]:
+        """Return the fingerprint of a target on the machine that measures."""
+        return {**fingerprint(target), **(self.machine or {})}
 
     def append(self, records: Iterable[Record]) -> None:
         """Append to the store that is written to."""
@@ -35,7 +44,7 @@ class Stores:
 
     def usable(self, target: Any, key: TaskKey | None = None) -> list[Record]:
         """List records made for this target by this TVM (of one task), failures too."""
-        mine = fingerprint(target)
+        mine = self.fingerprint(target)
         return [
             record
             for store in self.stores
@@ -84,7 +93,7 @@ class Stores:
         Statuses: ok, failed, other_target, other_tvm, stale_template (source hash differs from
             ``template_hashes``), bad_lines.
         """
-        mine, status, causes = fingerprint(target), Counter[str](), Counter[str]()
+        mine, status, causes = self.fingerprint(target), Counter[str](), Counter[str]()
         for record in (r for store in self.stores for r in store.records):
             name = _status(record, mine, template_hashes or {})
             status[name] += 1

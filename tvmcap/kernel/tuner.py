@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
-from tvmcap.kernel import fallback, tasks
+from tvmcap.kernel import fallback, remote, tasks
 from tvmcap.kernel import models as cost_models
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.interrupt import interruptible
@@ -26,6 +27,7 @@ from tvmcap.kernel.runner import Runner
 from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
+from tvmcap.kernel.tracker import NoServerError
 
 logger = logging.getLogger("tvmcap")
 
@@ -88,13 +90,20 @@ class Run:
         if self.progress is not None:
             self.progress.start(self.limit)
         try:
-            with interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
+            with interruptible(), self._measurer() as measurer:
                 self.entries = self.open(measurer, found, sizes)
-                while entries := self._next(measurer.workers):
+                while entries := self._next(measurer):
                     self._round(measurer, entries)
                 measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
             if self.trials == 0 and self.unmeasured is not None:
                 raise self.unmeasured
+        except NoServerError as e:
+            if not self.trials:
+                raise
+            self.stopped = "no server"
+            logger.warning(
+                "tuning stopped after %d trials; what was found is kept\n%s", self.trials, e
+            )
         except KeyboardInterrupt:
             self.stopped = "interrupted"
             logger.warning(
@@ -103,6 +112,15 @@ class Run:
         finally:
             if self.progress is not None:
                 self.progress.finish()
+
+    @contextlib.contextmanager
+    def _measurer(self) -> Iterator[Measurer]:
+        """Have what measures, here or on servers; what those are goes into the records."""
+        servers = remote.connect(self.config, self.target)
+        workers = self.config.workers if servers is None else None
+        with Measurer(self.target, workers=workers, servers=servers) as measurer:
+            self.stores = replace(self.stores, machine=measurer.runners[0].machine())
+            yield measurer
 
     def open(
         self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
@@ -147,10 +165,10 @@ class Run:
             models[template.name] = cost_models.ready(self.stores, template, self.target, seed)
         return models[template.name]
 
-    def _next(self, workers: int) -> list[Entry]:
+    def _next(self, measurer: Measurer) -> list[Entry]:
         """Pick the sessions of the next round: each once, then by priority.
 
-        A round has work for every worker that builds.
+        A round has work for every worker that builds and, where it can, every device.
         """
         if self.trials >= self.limit:
             self.stopped = "trials"
@@ -164,7 +182,9 @@ class Run:
             self.stopped = "converged"
         order = sorted(open_entries, key=lambda e: (e.batches > 0, -e.priority if e.batches else 0))
         chosen: list[Entry] = []
-        while order and sum(e.batch for e in chosen) < workers:
+        while order and (
+            sum(e.batch for e in chosen) < measurer.workers or len(chosen) < len(measurer.runners)
+        ):
             chosen.append(order.pop(0))
         return chosen
 
@@ -196,16 +216,25 @@ class Run:
 
         A session without a reference to check against gives no measurements.
         """
-        results: list[list[Measurement]] = [[] for _ in batches]
+        checked = [False] * len(batches)
+        limits = [_median(entry.session.best()) for entry, _ in batches]
+        results = [[Measurement()] * len(proposals) for _, proposals in batches]
+        # where there are fewer batches than devices, each is measured in parts
+        pieces = math.ceil(len(measurer.runners) / max(len(batches), 1))
 
-        def work(runner: Runner, i: int) -> None:
-            entry, proposals = batches[i]
-            if self._has_reference(measurer, entry, runner):
-                limit_us = _median(entry.session.best())
-                results[i] = self._measure(measurer, entry, proposals, limit_us, runner)
+        def compute(runner: Runner, i: int) -> None:
+            checked[i] = self._has_reference(measurer, batches[i][0], runner)
 
-        measurer.spread(work, range(len(batches)))
-        return results
+        def work(runner: Runner, part: tuple[int, int]) -> None:
+            i, k = part
+            (entry, proposals), limit_us = batches[i], limits[i]
+            results[i][k::pieces] = self._measure(
+                measurer, entry, proposals[k::pieces], limit_us, runner
+            )
+
+        measurer.spread(compute, range(len(batches)))
+        measurer.spread(work, [(i, k) for i, ok in enumerate(checked) if ok for k in range(pieces)])
+        return [found if ok else [] for found, ok in zip(results, checked, strict=True)]
 
     def _think(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step of the search, and count its time as neither building nor measuring."""

@@ -13,20 +13,21 @@ import itertools
 import json
 import math
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base import codegen
+from tvmcap.base import codegen, driver
 
 if "--without-torch" in sys.argv:
     # tvm_ffi imports torch where it can, which costs seconds a start
     sys.modules["torch"] = None  # type: ignore[assignment]
     if "--cuda" in sys.argv:  # what TVM's CUDA side library needs and torch would have brought
-        ctypes.CDLL(str(codegen.find_cudart()), mode=ctypes.RTLD_GLOBAL)
+        driver.preload()
 
 import numpy as np
 import tvm
@@ -68,13 +69,13 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
             problem = template.match(func, target)
             func = template.lower(func, problem, template.knobs_from_json(request["knobs"]), target)
         except Exception as e:
-            return _failure("lower", e)
+            return failure("lower", e)
     try:
         if target.kind.name == "llvm":
             func = intrinsics.expand(func)
         compile_to(func, target, request["path"])
     except Exception as e:
-        return _failure("compile", e)
+        return failure("compile", e)
     return {"seconds": time.perf_counter() - start}
 
 
@@ -140,20 +141,20 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             _kept[request["device"]].drop(_key(request))
             sets, wrong = _checked(main, request)
     except Exception as e:
-        return _failure("run", e) | _broken(request["device"])
+        return failure("run", e) | _broken(request["device"])
     if wrong is not None:
         return {"error": {"cause": "wrong result", "message": wrong}}
     if not request["time_s"]:
         return {"us": []}
     device = tvm.device(request["device"], 0)
-    calls = [_with_numbers(s, request["numbers"]) for s in sets]
+    calls = [with_numbers(s, request["numbers"]) for s in sets]
     if request["device"] != "cuda":
         return {"us": _time(main, calls, device.sync, request["time_s"], request["limit_us"])}
     try:
         us = time_graph(main, calls, device, request["time_s"], request["limit_us"])
         wrong = _arrays(request).mismatch(sets[-1])
     except CudaError as e:
-        return _failure("timing", e) | _broken("cuda")
+        return failure("timing", e) | _broken("cuda")
     if wrong is not None:
         return {"error": {"cause": "wrong result", "message": f"when repeated, {wrong}"}}
     return {"us": us}
@@ -164,7 +165,7 @@ def _checked(main: Any, request: dict[str, Any]) -> tuple[list[list[Any]], str |
     data = _arrays(request)
     number = arrays.copies(data.nbytes, *_ROTATED[request["device"]])
     sets = data.sets(number if request["time_s"] else 1, request["written"])
-    main(*_with_numbers(sets[0], request["numbers"]))
+    main(*with_numbers(sets[0], request["numbers"]))
     tvm.device(request["device"], 0).sync()
     return sets, data.mismatch(sets[0])
 
@@ -180,7 +181,8 @@ def _broken(name: str) -> dict[str, bool]:
     return {"broken": False}
 
 
-def _with_numbers(tensors: list[Any], numbers: list[list[int]]) -> list[Any]:
+def with_numbers(tensors: list[Any], numbers: list[list[int]]) -> list[Any]:
+    """Return a call's arguments: tensors, with numbers put in at their positions."""
     args = list(tensors)
     for position, value in numbers:
         args.insert(position, value)
@@ -204,12 +206,18 @@ def _time(
     if limit_us is not None and once * 1e6 > 4 * limit_us:
         return [sample(1) * 1e6 for _ in range(3)]
     once = min(once, sample(len(sets)))
-    number = math.ceil(_SAMPLE_S / max(once, 1e-7))
-    count = int(min(30, max(5, time_s / max(once * number, 1e-7))))
+    number, count = samples(once, time_s)
     return [sample(number) * 1e6 for _ in range(count)]
 
 
-def _failure(cause: str, error: Exception) -> dict[str, Any]:
+def samples(once: float, time_s: float) -> tuple[int, int]:
+    """Return how many calls make a sample, and how many samples, of what takes ``once`` seconds."""
+    number = math.ceil(_SAMPLE_S / max(once, 1e-7))
+    return number, int(min(30, max(5, time_s / max(once * number, 1e-7))))
+
+
+def failure(cause: str, error: Exception) -> dict[str, Any]:
+    """Return the reply that an exception makes."""
     text = str(error).strip() or repr(error)
     return {"error": {"cause": cause, "message": f"{type(error).__name__}: {text}"[:4000]}}
 
@@ -219,27 +227,42 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def main() -> None:
-    """Serve requests until standard input ends."""
+def serve(
+    operations: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]],
+    idle: tuple[float, Callable[[], None]] | None = None,
+) -> None:
+    """Answer requests until standard input ends; after each pause of ``idle`` seconds do that."""
     _die_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "build": build,
-        "build_plain": build_plain,
-        "reference": reference,
-        "prepare": prepare,
-        "run": run,
-        "ping": lambda _: {},
-    }
-    for line in sys.stdin:
+    while True:
+        # a request is sent only once the last was answered, so nothing is left in a buffer
+        while idle is not None and not select.select([sys.stdin], [], [], idle[0])[0]:
+            idle[1]()
+        line = sys.stdin.readline()
+        if not line:
+            return
         request = json.loads(line)
         try:
             reply = operations[request["op"]](request)
         except Exception as e:
-            reply = _failure(request["op"], e)
+            reply = failure(request["op"], e)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def main() -> None:
+    """Build and run candidates until standard input ends."""
+    serve(
+        {
+            "build": build,
+            "build_plain": build_plain,
+            "reference": reference,
+            "prepare": prepare,
+            "run": run,
+            "ping": lambda _: {},
+        }
+    )
 
 
 if __name__ == "__main__":
