@@ -98,10 +98,15 @@ def test_inspect_report_cache_and_doctor(place, capsys):
     assert "x: float32[B, 16]" in capsys.readouterr().out
     assert main(["inspect", str(place / "block.so"), "--show", "kernels"]) == 0
     assert capsys.readouterr().out.startswith("kernels and what schedules them")
-    (place / "none").mkdir()
-    (place / "none" / "records.jsonl").touch()
-    assert main(["report", str(place / "none"), "--target", "llvm", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"] == []
+    none = place / "none"
+    none.mkdir()
+    (none / "records.jsonl").write_text("garbage\n")
+    assert main(["report", str(none), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["best"] == [] and data["status"] == {"bad_lines": 1}
+    assert main(["report", str(none), "-o", str(none / "r.html")]) == 1
+    assert "which hold 1 bad_lines: tvmcap tune writes records" in capsys.readouterr().err
+    assert not (none / "r.html").exists()
     assert main(["cache", "status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"] >= 1
     empty = str(place / "empty")

@@ -182,6 +182,22 @@ def test_a_prune_that_cannot_write_changes_nothing(tmp_path: Path, monkeypatch) 
     assert store.path.read_bytes() == before and not list(tmp_path.glob("*.part"))
 
 
+def test_a_prune_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    store = store_of(tmp_path, *(record(i, tvm="0.1") for i in range(2000)), record(5000))
+    before = store.path.read_bytes()
+    context = multiprocessing.get_context("fork")
+    after = before.splitlines(keepends=True)[-1]
+    for i in range(8):
+        pruner = context.Process(target=upkeep.prune, args=(tmp_path,))
+        pruner.start()
+        pruner.join(0.05 * i)
+        pruner.kill()
+        pruner.join()
+        assert store.path.read_bytes() in (before, after)
+    assert upkeep.prune(tmp_path).kept == 1 and store.path.read_bytes() == after
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_a_tuner_goes_on_after_its_store_was_pruned(tmp_path: Path) -> None:
     tuner = store_of(tmp_path, *(record(i, tvm="0.1") for i in range(30)), record(50))
     upkeep.prune(tmp_path)
