@@ -112,8 +112,9 @@ def tune(folder: Path, options: argparse.Namespace) -> None:
 def compact(logs: Path, to: Path, best: int, others: int, seed: int = 0) -> list[Any]:
     """Write the records that ship to the folder ``to``, and return them."""
     from tvmcap.kernel.records import RecordStore, canonical
+    from tvmcap.kernel.stores import template_hashes
 
-    hashes = current_hashes()
+    hashes = template_hashes()
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for record in [*RecordStore(to).records, *RecordStore(logs).records]:
         if record.template is not None and hashes.get(record.template) != record.template_hash:
@@ -134,14 +135,6 @@ def compact(logs: Path, to: Path, best: int, others: int, seed: int = 0) -> list
     to.mkdir(parents=True, exist_ok=True)
     (to / "records.jsonl").write_text(text)
     return kept
-
-
-def current_hashes() -> dict[str, str]:
-    """Return the source hash of each template as the code is now."""
-    from tvmcap.kernel.template import source_hash
-    from tvmcap.schedules import TEMPLATES
-
-    return {template.name: source_hash(template) for template in TEMPLATES}
 
 
 def main() -> None:

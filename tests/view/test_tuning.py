@@ -101,6 +101,9 @@ def test_the_page_stands_alone_and_shows_every_task(report) -> None:
     assert parser.seen.count("svg") == 5 + len(report.histories)
     assert parser.seen.count("details") == len(report.histories)
     assert not re.search(r'(src|href)="(?!#|data:)', text)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    asked = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
+    assert len(ids) == len(set(ids)) and asked and set(asked) <= set(ids)
     for words in ("gemm n=4096 k=1024", "&lt;timeout&gt;", "records of cuda sm_100a", "wave_bytes"):
         assert words in text, words
     assert "<timeout>" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -37,11 +38,12 @@ def html_page(report: TuningReport) -> str:
     """Return the page of a report; raises ToolchainError where matplotlib is missing."""
     plots.check()
     title = f"Tuning records of {report.target}"
+    panels = (_own_ids(svg, f"panel{i}") for i, svg in enumerate(plots.panel_svgs(report)))
     parts = [
         f"<h1>{escape(title)}</h1>",
         _summary(report),
         "<h2>Tuning curves, predictions and failures</h2>",
-        f'<div class="panels">{"".join(plots.panel_svgs(report))}</div>',
+        f'<div class="panels">{"".join(panels)}</div>',
         f"<p>{_CURVES}</p><p>{_PREDICTED}</p>",
         _models(report),
         "<h2>Tasks</h2>",
@@ -116,8 +118,13 @@ def _task(number: int, history: History, report: TuningReport) -> str:
     what = workload_text(history.key, history.workload) or "loop nest"
     name = f"{history.key.workload_hash[:8]} {what}, {sizes_text(history.sizes)}"
     shown = " open" if number == 1 else ""
-    figure = plots.task_svg(history, report)
+    figure = _own_ids(plots.task_svg(history, report), f"task{number}")
     return f"<details{shown}><summary>{escape(name)}</summary>{figure}</details>"
+
+
+def _own_ids(svg: str, name: str) -> str:
+    """Prefix the ids of a figure: those of all figures of a page must differ."""
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
