@@ -45,15 +45,15 @@ def layer(inputs, outputs):
 # %% [markdown]
 # ## 1. Something to learn from
 #
-# Three small layers, a dozen measurements each. Every measurement becomes a record.
+# Three small layers, ten measurements each. Every measurement becomes a record.
 
 # %%
 network = torch.nn.Sequential(layer(256, 512), layer(512, 128), layer(128, 384))
-run = tvmcap.tune(network, (torch.randn(64, 256),), trials=36, **options)
+run = tvmcap.tune(network, (torch.randn(64, 256),), trials=30, **options)
 print(run)
 store = RecordStore(logs)
 records = [r for r in store.records if r.template == TEMPLATE.name]
-assert len(records) >= 36 == run.trials
+assert len(records) >= 30 == run.trials
 
 # %% [markdown]
 # ## 2. What the model sees
@@ -128,7 +128,7 @@ for name, share in judgement.importance[:5]:
 assert judgement.held_out == "workloads" and len(judgement.predictions) == len(groups)
 
 # %% [markdown]
-# Three dozen measurements of short kernels on a busy machine can come out near chance. To see that
+# Thirty measurements of short kernels on a busy machine can come out near chance. To see that
 # it is the times and not the model, give the same candidates times that follow a rule: many
 # accumulators are good, unrolling is not.
 
