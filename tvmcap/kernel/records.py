@@ -11,7 +11,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,7 @@ class RecordStore:
     records: list[Record] = field(default_factory=list)
     bad_lines: int = 0
     _offset: int = 0
+    _inode: int | None = None
 
     def __post_init__(self) -> None:
         """Read what is there; a folder that does not exist is an empty store."""
@@ -142,9 +145,13 @@ class RecordStore:
         return self.folder / FILE_NAME
 
     def refresh(self) -> None:
-        """Read the complete lines appended since the last call."""
+        """Read the complete lines appended since the last call; all where the file is another."""
         try:
             with self.path.open("rb") as f:
+                found = os.fstat(f.fileno())
+                if self._inode not in (None, found.st_ino) or found.st_size < self._offset:
+                    self.records, self.bad_lines, self._offset = [], 0, 0
+                self._inode = found.st_ino
                 f.seek(self._offset)
                 data = f.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -169,21 +176,43 @@ class RecordStore:
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records at the end as whole lines, and sync them to disk."""
-        text = "".join(record.to_line() + "\n" for record in records).encode()
+        with self.locked():
+            self._add(records)
+        self.refresh()
+
+    def append_missing(self, records: Iterable[Record]) -> int:
+        """Append the records that are not here yet, each once; return how many those are."""
+        with self.locked():
+            self.refresh()
+            known = {record.to_line() for record in self.records}
+            lines = {record.to_line(): record for record in records}
+            missing = [record for line, record in lines.items() if line not in known]
+            self._add(missing)
+        self.refresh()
+        return len(missing)
+
+    def replace(self, data: bytes) -> None:
+        """Put ``data`` in place of all lines, whole or not at all; the caller holds the lock."""
+        path = self.path.resolve()
+        part = path.with_name(path.name + ".part")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (
-                FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S),
-                self.path.open("ab+") as f,
-            ):
-                f.seek(0, os.SEEK_END)
-                if f.tell():
-                    f.seek(-1, os.SEEK_END)
-                    if f.read(1) != b"\n" and text:
-                        text = b"\n" + text
-                f.write(text)
+            with part.open("wb") as f:
+                f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
+            shutil.copymode(path, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        self.refresh()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other writers out; raises RecordError where the folder cannot be written to."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S):
+                yield
         except Timeout as e:
             raise RecordError(
                 f"{self.folder} has been locked by another tuner for {_LOCK_TIMEOUT_S:.0f} s"
@@ -193,4 +222,15 @@ class RecordStore:
                 f"cannot write tuning records to {self.folder}: {e.strerror or e}; "
                 "give log_dir= a folder you can write"
             ) from e
-        self.refresh()
+
+    def _add(self, records: Iterable[Record]) -> None:
+        text = "".join(record.to_line() + "\n" for record in records).encode()
+        with self.path.open("ab+") as f:
+            f.seek(0, os.SEEK_END)
+            if f.tell():
+                f.seek(-1, os.SEEK_END)
+                if f.read(1) != b"\n" and text:
+                    text = b"\n" + text
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
