@@ -144,8 +144,8 @@ class Quantizer:
         seen = samples.spread(signature, seen)
         if held_out:
             return seen, held_out, "inputs held out of calibration"
-        drawn = samples.drawn(signature, example_leaves(self.captured), self.config.seed)
-        return seen, drawn, "sets of inputs drawn like the example"
+        example = example_leaves(self.captured)
+        return seen, *samples.of_example(signature, example, self.config.seed)
 
     def _calibrate(
         self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
