@@ -84,7 +84,7 @@ def test_the_report_from_a_shell(tmp_path, capsys, monkeypatch) -> None:
     done = [*build, *static, *calibration, "--accuracy", str(page), "-o", library]
     assert main(done) == 0
     told = capsys.readouterr().out
-    assert "within the budget of 20 dB (1 inputs held out of calibration)" in told
+    assert "within the budget of 20 dB (1 input held out of calibration)" in told
     assert "up.weight" in told and "up.weight" in page.read_text()
     data = tmp_path / "report.json"
     assert main(["inspect", library, "--show", "accuracy", "--accuracy", str(data)]) == 0

@@ -6,7 +6,7 @@
 # measures what each layer lost, and fails where that is more than you allow. Run it top to bottom:
 # `python tutorials/05_quantize.py`.
 #
-# It runs on the CPU in less than a minute. `docs/quantization.md` lists every option.
+# It runs on the CPU in about half a minute. `docs/quantization.md` lists every option.
 
 # %%
 import tempfile

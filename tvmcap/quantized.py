@@ -143,7 +143,8 @@ class Quantizer:
         seen, held_out = samples.split(leaves)
         seen = samples.spread(signature, seen)
         if held_out:
-            return seen, held_out, "inputs held out of calibration"
+            what = "input" if len(held_out) == 1 else "inputs"
+            return seen, held_out, f"{what} held out of calibration"
         example = example_leaves(self.captured)
         return seen, *samples.of_example(signature, example, self.config.seed)
 
