@@ -59,7 +59,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
+        if self.open and self.open[-1] in ("td", "th", "div"):
             self.rows[-1][-1] += data
 
 

@@ -33,9 +33,10 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em;
 table {{ border-collapse: collapse; margin: 1em 0 }}
 th, td {{ padding: .2em .8em; border-bottom: 1px solid #ccc; text-align: right }}
 td {{ white-space: nowrap }}
-th:nth-child(-n+2), td:nth-child(-n+2) {{ text-align: left }}
-td.noise {{ background: linear-gradient(#cfe3f7, #cfe3f7) no-repeat left / var(--share) 70% }}
-tr.low td.noise {{ background-image: linear-gradient(#f7cfcf, #f7cfcf) }}
+th:nth-child(-n+3), td:nth-child(-n+3) {{ text-align: left }}
+td:nth-child(3) {{ min-width: 10em }}
+div {{ background: #cfe3f7; padding-left: .3em }}
+tr.low div {{ background: #f7cfcf }}
 .OUTSIDE {{ color: #a00 }}
 dt {{ font-weight: 600; float: left; clear: left; width: 6.5em }}
 dd {{ margin-left: 7em }}
@@ -149,7 +150,7 @@ def _row(x: Accuracy) -> tuple[str, ...]:
 def _html_row(x: Accuracy, budget_db: float, most: float) -> str:
     """Return one row, with a bar of its noise; red where it is below the budget."""
     share = min(max(x.sqnr_db, 0.0) / most, 1.0)
-    cells = [f"<td>{escape(cell)}</td>" for cell in _row(x)]
-    cells[2] = cells[2].replace("<td>", f'<td class="noise" style="--share: {share:.0%}">')
+    cells = [escape(cell) for cell in _row(x)]
+    cells[2] = f'<div style="width: {share:.0%}">{cells[2]}</div>'
     low = ' class="low"' if x.sqnr_db < budget_db else ""
-    return f"<tr{low}>{''.join(cells)}</tr>"
+    return f"<tr{low}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
