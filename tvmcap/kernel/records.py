@@ -100,6 +100,10 @@ class Record:
         """The task this record belongs to."""
         return TaskKey(self.kind, self.workload_hash, self.template, self.template_hash)
 
+    def is_of(self, key: TaskKey) -> bool:
+        """Whether the record is one of a task; quick, for a run asks it of thousands."""
+        return self.workload_hash == key.workload_hash and self.key == key
+
     @property
     def candidate(self) -> str:
         """Canonical text of the knobs or the trace: equal for equal candidates."""
