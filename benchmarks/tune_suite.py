@@ -113,9 +113,10 @@ def tune(folder: Path, options: argparse.Namespace) -> None:
 def compact(logs: Path, to: Path, most: int, seed: int = 0) -> list[Any]:
     """Write the records that ship to the folder ``to``, and return them."""
     from tvmcap.kernel.records import RecordStore, canonical
+    from tvmcap.kernel.stores import template_hashes
     from tvmcap.schedules import TEMPLATES
 
-    hashes = current_hashes()
+    hashes = template_hashes()
     recalled = {template.name for template in TEMPLATES if template.recall is not None}
     groups: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for record in [*RecordStore(to).records, *RecordStore(logs).records]:
@@ -142,14 +143,6 @@ def compact(logs: Path, to: Path, most: int, seed: int = 0) -> list[Any]:
     to.mkdir(parents=True, exist_ok=True)
     (to / "records.jsonl").write_text(text)
     return kept
-
-
-def current_hashes() -> dict[str, str]:
-    """Return the source hash of each template as the code is now."""
-    from tvmcap.kernel.template import source_hash
-    from tvmcap.schedules import TEMPLATES
-
-    return {template.name: source_hash(template) for template in TEMPLATES}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import tune_suite
 
 from tvmcap.base import codegen
 from tvmcap.kernel.records import Record, RecordStore
+from tvmcap.kernel.stores import template_hashes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +280,7 @@ def record(us: float | None, bn: int, rows: int, template_hash: str) -> Record:
 
 
 def test_what_ships_is_the_best_of_each_size(tmp_path: Path) -> None:
-    now = tune_suite.current_hashes()["hopper_gemm"]
+    now = template_hashes()["hopper_gemm"]
     logs, to = RecordStore(tmp_path / "logs"), tmp_path / "shipped"
     logs.append([record(10.0 + bn, bn, rows, now) for bn in range(8) for rows in (1, 64)])
     logs.append([record(1.0, 100, 1, "old"), record(None, 101, 1, now), record(50.0, 0, 1, now)])

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -206,6 +207,32 @@ class RecordStore:
         """
         with self.locked():
             self._add(records)
+        self.refresh()
+
+    def append_missing(self, records: Iterable[Record]) -> int:
+        """Append the records that are not here yet, each once; return how many those are."""
+        with self.locked():
+            self.refresh()
+            known = {record.to_line() for record in self.records}
+            lines = {record.to_line(): record for record in records}
+            missing = [record for line, record in lines.items() if line not in known]
+            self._add(missing)
+        self.refresh()
+        return len(missing)
+
+    def replace(self, data: bytes) -> None:
+        """Put ``data`` in place of all lines, whole or not at all; the caller holds the lock."""
+        path = self.path.resolve()
+        part = path.with_name(path.name + ".part")
+        try:
+            with part.open("wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            shutil.copymode(path, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
         self.refresh()
 
     @contextmanager
