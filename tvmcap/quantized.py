@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import tvm
 from tvm import relax
 
 from tvmcap import pipeline
+from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.codegen import make_target
 from tvmcap.base.config import Config
 from tvmcap.base.errors import AccuracyError, QuantizeError
@@ -25,9 +27,9 @@ from tvmcap.base.quantization import MAX_K, Quantize
 from tvmcap.base.ranges import Range, Ranges, Samples
 from tvmcap.capture.export import Captured
 from tvmcap.graph.quantize import Layer, Plan, layers, quantize
-from tvmcap.library import plain
+from tvmcap.library import plain, weights
 from tvmcap.verify import calibrate, samples
-from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, report
+from tvmcap.verify.accuracy import LayerNoise, Noise, report, require_finite
 from tvmcap.verify.check import example_leaves
 from tvmcap.view import accuracy
 
@@ -70,6 +72,8 @@ class Quantizer:
         elif self.options.needs_calibration:
             self.ranges = Ranges(self._calibrate(before, found, chosen, seen))
         baseline = [before(leaves) for leaves in held_out]
+        for i, spec in self._floats():
+            require_finite(spec.name, [outputs[i] for outputs in baseline], source)
         kept = set(self.ranges.kept) if self.options.auto else set()
         while True:
             plans = make_plans([x for x in chosen if x.name not in kept], self.options, self.ranges)
@@ -80,9 +84,15 @@ class Quantizer:
             kept.add(worst)
             log.info("layer %s is left as it is: the budget is not met with it in 8 bits", worst)
         self.ranges = replace(self.ranges, kept=tuple(x.name for x in chosen if x.name in kept))
-        self._judge(self.report, plans)
         made = {name: replace(plan, offset=self.offset) for name, plan in plans.items()}
-        return quantize(mod, made, found)
+        quantized = quantize(mod, made, found)
+        self.report = replace(
+            self.report,
+            constants_before=weights.nbytes(mod["main"]),
+            constants_after=weights.nbytes(quantized["main"]),
+        )
+        self._judge(self.report, plans)
+        return quantized
 
     def _check_calibration(self, chosen: Sequence[Layer], seen: Sequence[Leaves]) -> None:
         """Raise QuantizeError where the scheme needs inputs or ranges that are not there."""
@@ -101,7 +111,8 @@ class Quantizer:
         if not measured.ok:
             raise AccuracyError(
                 f"{accuracy.text(measured)}\nKeep the worst layers as they are (keep=), let "
-                "auto=True choose them, or lower budget_db"
+                "auto=True choose them, or lower budget_db",
+                measured,
             )
         if not plans:
             log.warning("no layer can be quantized within %g dB", self.options.budget_db)
@@ -132,9 +143,10 @@ class Quantizer:
         seen, held_out = samples.split(leaves)
         seen = samples.spread(signature, seen)
         if held_out:
-            return seen, held_out, "inputs held out of calibration"
-        drawn = samples.drawn(signature, example_leaves(self.captured), self.config.seed)
-        return seen, drawn, "sets of inputs drawn like the example"
+            what = "input" if len(held_out) == 1 else "inputs"
+            return seen, held_out, f"{what} held out of calibration"
+        example = example_leaves(self.captured)
+        return seen, *samples.of_example(signature, example, self.config.seed)
 
     def _calibrate(
         self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
@@ -167,26 +179,28 @@ class Quantizer:
         baseline: Sequence[list[Any]],
         source: str,
     ) -> AccuracyReport:
-        specs = self.captured.signature.outputs
-        floats = [i for i, o in enumerate(specs) if o.dtype.startswith(("float", "bfloat"))]
-        outputs = {specs[i].name: Noise() for i in floats}
+        count, floats = len(self.captured.signature.outputs), self._floats()
+        outputs = {spec.name: Noise() for _, spec in floats}
         each = [LayerNoise(x, plans.get(x.name)) for x in found]
         here = {name: replace(plan, offset=self.offset_here) for name, plan in plans.items()}
         after = Program(quantize(mod, here, found, [x.y for x in found]))
         for leaves, want in zip(inputs, baseline, strict=True):
             got = after(leaves)
-            for i in floats:
-                outputs[specs[i].name].add(want[i], got[i])
-            ends = want[len(specs) :]
-            for layer, x, y, own in zip(
-                each, ends[::2], ends[1::2], got[len(specs) :], strict=True
-            ):
+            for i, spec in floats:
+                outputs[spec.name].add(want[i], got[i])
+            ends = want[count:]
+            for layer, x, y, own in zip(each, ends[::2], ends[1::2], got[count:], strict=True):
                 layer.add(x, y, own)
         return report(each, outputs, self.options.budget_db, len(inputs), source)
 
+    def _floats(self) -> list[tuple[int, Any]]:
+        """Return the outputs whose noise counts, with their positions."""
+        outputs = enumerate(self.captured.signature.outputs)
+        return [(i, o) for i, o in outputs if o.dtype.startswith(("float", "bfloat"))]
+
     def _name_of(self, weight: Any) -> str | None:
         """Find the frozen tensor that a weight [K, N] is, as it is or transposed."""
-        wide = np.asarray(weight, np.float32)
+        wide, same = np.asarray(weight, np.float32), partial(np.array_equal, equal_nan=True)
         for name, tensor in self.captured.weights.items():
             if tensor.ndim != 2 or not tensor.is_floating_point():
                 continue
@@ -194,7 +208,7 @@ class Quantizer:
                 if tuple(seen.shape) != own.shape:
                     continue
                 first = to_numpy(seen[0]).astype(np.float32)
-                if np.array_equal(first, own[0]) and np.array_equal(to_numpy(seen), own):
+                if same(first, own[0]) and same(to_numpy(seen), own):
                     return name
         return None
 
@@ -255,7 +269,13 @@ def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
             f"layer {long[0].name!r} sums {long[0].k} products of int8, and int32 holds at most "
             f"{MAX_K}; keep it: keep=({long[0].name!r},)"
         )
-    left_out = {x.name for x in long}
+    wild = [x for x in chosen if not np.isfinite(x.values()).all()]
+    if wild and not options.auto:
+        raise QuantizeError(
+            f"the weight of layer {wild[0].name!r} holds NaN or Inf, which no scale covers; mend "
+            f"it, or keep the layer: keep=({wild[0].name!r},)"
+        )
+    left_out = {x.name for x in (*long, *wild)}
     return [x for x in chosen if x.name not in left_out]
 
 

@@ -50,7 +50,7 @@ class Stores:
             record
             for store in self.stores
             for record in store.records
-            if (key is None or record.key == key)
+            if (key is None or record.is_of(key))
             and record.tvm == tvm_version()
             and same_target(record.target, mine)
         ]
@@ -66,7 +66,7 @@ class Stores:
         latest: dict[str, Record] = {}
         for store in reversed(self.stores):
             for record in store.records:
-                if record.key == key and record.sizes == dict(sizes):
+                if record.is_of(key) and record.sizes == dict(sizes):
                     latest[record.candidate] = record
         usable = set(map(id, self.history(key, target, sizes)))
         good = [

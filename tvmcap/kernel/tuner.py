@@ -23,7 +23,7 @@ from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
-from tvmcap.kernel.runner import Runner
+from tvmcap.kernel.runner import Runner, WorkloadError
 from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
@@ -70,7 +70,7 @@ class Run:
     curve: list[tuple[int, str, float]] = field(default_factory=list)
     trials: int = 0
     stopped: str = "exhausted"
-    unmeasured: TuneError | None = None
+    unmeasured: WorkloadError | None = None
     overhead_s: float = 0.0
     start: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what devices share
@@ -91,7 +91,7 @@ class Run:
             self.progress.start(self.limit)
         try:
             with interruptible(), self._measurer() as measurer:
-                self.entries = self.open(measurer, found, sizes)
+                self.entries = self._think(self.open, measurer, found, sizes)
                 while entries := self._next(measurer):
                     self._round(measurer, entries)
                 measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
@@ -214,7 +214,7 @@ class Run:
     ) -> list[list[Measurement]]:
         """Measure batches of different sessions on all devices; the records are on disk then.
 
-        A session without a reference to check against gives no measurements.
+        A session without arguments, or a reference to check against, gives no measurements.
         """
         checked = [False] * len(batches)
         limits = [_median(entry.session.best()) for entry, _ in batches]
@@ -223,21 +223,28 @@ class Run:
         pieces = math.ceil(len(measurer.runners) / max(len(batches), 1))
 
         def compute(runner: Runner, i: int) -> None:
-            checked[i] = self._has_reference(measurer, batches[i][0], runner)
+            try:
+                measurer.reference(batches[i][0].session.workload, runner)
+                checked[i] = True
+            except WorkloadError as e:
+                self._leave_out(batches[i][0], e)
 
         def work(runner: Runner, part: tuple[int, int]) -> None:
             i, k = part
             (entry, proposals), limit_us = batches[i], limits[i]
-            results[i][k::pieces] = self._measure(
-                measurer, entry, proposals[k::pieces], limit_us, runner
-            )
+            part_of = proposals[k::pieces]
+            try:
+                results[i][k::pieces] = self._measure(measurer, entry, part_of, limit_us, runner)
+            except WorkloadError as e:
+                checked[i] = False
+                self._leave_out(entry, e)
 
         measurer.spread(compute, range(len(batches)))
         measurer.spread(work, [(i, k) for i, ok in enumerate(checked) if ok for k in range(pieces)])
         return [found if ok else [] for found, ok in zip(results, checked, strict=True)]
 
     def _think(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run a step of the search, and count its time as neither building nor measuring."""
+        """Run what neither builds nor measures, and count its time."""
         start = time.monotonic()
         found = step(*args)
         self.overhead_s += time.monotonic() - start
@@ -257,16 +264,12 @@ class Run:
             raise TuneError(all_failed(entry.session.name, results))
         self._note(entry, before)
 
-    def _has_reference(self, measurer: Measurer, entry: Entry, runner: Runner) -> bool:
-        """Whether there is something to check against; a kernel without is left out of the run."""
-        try:
-            measurer.reference(entry.session.workload, runner)
-            return True
-        except TuneError as e:
+    def _leave_out(self, entry: Entry, error: WorkloadError) -> None:
+        """Go on without a kernel that has no arguments or nothing to check against."""
+        with self._lock:
             self.failures["reference"] += 1
-            logger.warning("%s", e)
-            entry.exhausted, self.unmeasured = True, e
-            return False
+            entry.exhausted, self.unmeasured = True, error
+        logger.warning("%s", error)
 
     def _measure(
         self,
@@ -282,12 +285,13 @@ class Run:
         measured = measurer.measure(entry.session.workload, candidates, limit_us, runner)
         for proposal, result in zip(proposals, measured, strict=True):
             with self._lock:
-                self._keep(entry, entry.session.record(proposal, result), result)
+                self._think(self._keep, entry, proposal, result)
             results.append(result)
         return results
 
-    def _keep(self, entry: Entry, record: Record, result: Measurement) -> None:
+    def _keep(self, entry: Entry, proposal: Proposal, result: Measurement) -> None:
         """Write a record, count it and show it."""
+        record = entry.session.record(proposal, result)
         self.stores.append([record])
         entry.trials += 1
         self.trials += 1
@@ -328,7 +332,10 @@ class Run:
                 break
             candidates = [p.candidate for p in again]
             measured = measurer.measure(session.workload, candidates, best.median_us, runner)
-            records = [session.record(p, r) for p, r in zip(again, measured, strict=True)]
+            try:
+                records = [session.record(p, r) for p, r in zip(again, measured, strict=True)]
+            except WorkloadError as e:
+                return self._leave_out(entry, e)
             with self._lock:
                 self.stores.append(records)
             confirmed |= {r.candidate for r in records}

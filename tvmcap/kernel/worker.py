@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base import codegen, driver
+from tvmcap.base.errors import ToolchainError
 
 if "--without-torch" in sys.argv:
     # tvm_ffi imports torch where it can, which costs seconds a start
@@ -52,6 +53,7 @@ def compile_to(func: Any, target: Any, path: str) -> None:
     """Compile a PrimFunc into a shared library whose one function is ``main``."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     pipeline = tir_pipeline.register() if "s_tir" in func.attrs else "tirx"
+    codegen.require_linker()
     if target.kind.name == "cuda":
         codegen.use_nvcc()
     with target:
@@ -140,6 +142,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             # an earlier candidate may have written where it should not
             _kept[request["device"]].drop(_key(request))
             sets, wrong = _checked(main, request)
+    except arrays.HarmError as e:
+        return _harm(e)
     except Exception as e:
         return failure("run", e) | _broken(request["device"])
     if wrong is not None:
@@ -153,6 +157,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     try:
         us = time_graph(main, calls, device, request["time_s"], request["limit_us"])
         wrong = _arrays(request).mismatch(sets[-1])
+        _arrays(request).unharmed(sets[-1])
+    except arrays.HarmError as e:
+        return _harm(e)
     except CudaError as e:
         return failure("timing", e) | _broken("cuda")
     if wrong is not None:
@@ -167,7 +174,12 @@ def _checked(main: Any, request: dict[str, Any]) -> tuple[list[list[Any]], str |
     sets = data.sets(number if request["time_s"] else 1, request["written"])
     main(*with_numbers(sets[0], request["numbers"]))
     tvm.device(request["device"], 0).sync()
+    data.unharmed(sets[0])
     return sets, data.mismatch(sets[0])
+
+
+def _harm(error: arrays.HarmError) -> dict[str, Any]:
+    return {"error": {"cause": "memory corruption", "message": str(error)}, "broken": True}
 
 
 def _broken(name: str) -> dict[str, bool]:
@@ -219,7 +231,9 @@ def samples(once: float, time_s: float) -> tuple[int, int]:
 def failure(cause: str, error: Exception) -> dict[str, Any]:
     """Return the reply that an exception makes."""
     text = str(error).strip() or repr(error)
-    return {"error": {"cause": cause, "message": f"{type(error).__name__}: {text}"[:4000]}}
+    reply: dict[str, Any] = {"error": {"cause": cause}}
+    reply["error"]["message"] = f"{type(error).__name__}: {text}"[:4000]
+    return reply | ({"machine": True} if isinstance(error, ToolchainError | MemoryError) else {})
 
 
 def _die_with_parent() -> None:
