@@ -24,7 +24,8 @@ from tvmcap.base.numerics import to_numpy
 from tvmcap.base.quantization import MAX_K, Quantize
 from tvmcap.base.ranges import Range, Ranges, Samples
 from tvmcap.capture.export import Captured
-from tvmcap.graph.quantize import Layer, Plan, layers, quantize
+from tvmcap.graph.layers import Layer, layers
+from tvmcap.graph.quantize import Plan, quantize
 from tvmcap.library import plain
 from tvmcap.verify import calibrate, samples
 from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, report
@@ -142,7 +143,7 @@ class Quantizer:
         """Return the range of each chosen layer's input over the inputs ``seen``."""
 
         def observe(smooth: Mapping[str, Sequence[float]]) -> dict[str, Range]:
-            observers = {x.name: calibrate.Observer(x.name, self.options) for x in chosen}
+            observers = {x.name: self._observer(x) for x in chosen}
             for number, leaves in enumerate(seen):
                 inputs = before(leaves)[-2 * len(found) :: 2]
                 for layer, x in zip(found, inputs, strict=True):
@@ -157,6 +158,10 @@ class Quantizer:
         smooth = smoothed(chosen, self.options, ranges)
         clips = observe(smooth)
         return {name: replace(r, clip=clips[name].clip) for name, r in ranges.items()}
+
+    def _observer(self, layer: Layer) -> calibrate.Observer:
+        options = self.options if layer.conv is None else replace(self.options, smooth=None)
+        return calibrate.Observer(layer.name, options)
 
     def _measure(
         self,
@@ -185,16 +190,16 @@ class Quantizer:
         return report(each, outputs, self.options.budget_db, len(inputs), source)
 
     def _name_of(self, weight: Any) -> str | None:
-        """Find the frozen tensor that a weight [K, N] is, as it is or transposed."""
+        """Find the frozen tensor that a weight is, as it is or, of a product [K, N], transposed."""
         wide = np.asarray(weight, np.float32)
         for name, tensor in self.captured.weights.items():
-            if tensor.ndim != 2 or not tensor.is_floating_point():
+            if tensor.ndim != wide.ndim or not tensor.is_floating_point():
                 continue
-            for seen, own in ((tensor, wide), (tensor.t(), wide)):
-                if tuple(seen.shape) != own.shape:
+            for seen in (tensor, tensor.t()) if wide.ndim == 2 else (tensor,):
+                if tuple(seen.shape) != wide.shape:
                     continue
                 first = to_numpy(seen[0]).astype(np.float32)
-                if np.array_equal(first, own[0]) and np.array_equal(to_numpy(seen), own):
+                if np.array_equal(first, wide[0]) and np.array_equal(to_numpy(seen), wide):
                     return name
         return None
 
@@ -238,8 +243,8 @@ def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
     """Return the layers to quantize; raises QuantizeError where there is none, or one cannot be."""
     if not found:
         raise QuantizeError(
-            "nothing to quantize: no product in this model has a constant weight; the parameters "
-            "of a module are constant, arguments where constants=('w',) names them"
+            "nothing to quantize: no product or convolution in this model has a constant weight; "
+            "the parameters of a module are constant, arguments where constants=('w',) names them"
         )
     names = ", ".join(x.name for x in found)
     for pattern in options.keep:
@@ -262,12 +267,13 @@ def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
 def smoothed(
     chosen: Sequence[Layer], options: Quantize, ranges: Mapping[str, Range]
 ) -> dict[str, tuple[float, ...]]:
-    """Return what each layer's input is divided by; layers of one input share it."""
+    """Return what each product's input is divided by; products of one input share it."""
     if options.smooth is None:
         return {}
     together: dict[Any, list[Layer]] = {}
     for layer in chosen:
-        together.setdefault(layer.x, []).append(layer)
+        if layer.conv is None:
+            together.setdefault(layer.x, []).append(layer)
     found = {}
     for group in together.values():
         seen = [ranges[x.name] for x in group]
@@ -280,19 +286,20 @@ def make_plans(chosen: Sequence[Layer], options: Quantize, ranges: Ranges) -> di
     """Return the plan of each layer; raises QuantizeError where ranges lack what it needs."""
     for layer in chosen if options.needs_calibration else ():
         seen = ranges.layers.get(layer.name)
-        if seen is None or (options.smooth is not None and len(seen.channels) != layer.k):
+        smooth = options.smooth is not None and layer.conv is None
+        if seen is None or (smooth and len(seen.channels) != layer.k):
             raise QuantizeError(
                 f"the given ranges do not cover layer {layer.name!r} as this scheme needs; "
                 "calibrate again with the same quantize option"
             )
-    smooth = smoothed(chosen, options, ranges.layers)
+    divisors = smoothed(chosen, options, ranges.layers)
     static = options.activations == "static"
     return {
         x.name: Plan(
             options.dtype,
             options.weight_only,
             ranges.layers[x.name].clip if static else None,
-            smooth.get(x.name, ()),
+            divisors.get(x.name, ()),
         )
         for x in chosen
     }

@@ -11,7 +11,8 @@ import tvm
 from tvm import relax
 
 from tvmcap.base.numerics import compare
-from tvmcap.graph.quantize import Layer, Plan, quantized_weight
+from tvmcap.graph.layers import Layer
+from tvmcap.graph.quantize import Plan, quantized_weight
 from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, hold, imitate, report
 
 
