@@ -246,6 +246,13 @@ def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
             "nothing to quantize: no product or convolution in this model has a constant weight; "
             "the parameters of a module are constant, arguments where constants=('w',) names them"
         )
+    if options.dtype != "int8":
+        found = [x for x in found if x.conv is None]
+        if not found:
+            raise QuantizeError(
+                f"nothing to quantize: {options.scheme!r} is for products, and this model has only "
+                "convolutions; use 'int8'"
+            )
     names = ", ".join(x.name for x in found)
     for pattern in options.keep:
         if not any(replace(options, keep=(pattern,)).keeps(x.name) for x in found):

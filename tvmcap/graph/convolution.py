@@ -17,8 +17,9 @@ Array = npt.NDArray[Any]
 _NAMES = {3: "nn.conv1d", 4: "nn.conv2d", 5: "nn.conv3d"}
 _LAYOUTS = {3: ("NCW", "OIW"), 4: ("NCHW", "OIHW"), 5: ("NCDHW", "OIDHW")}
 
-LEAST_FILTERS = 8
-"""Output channels from which copying patches costs less than the product of bytes saves."""
+LEAST_FILTERS, LEAST_DEPTH = 16, 32
+"""Output channels, and length of their sums, from which a product of bytes saves more than copying
+patches and transposing costs."""
 _OPAQUE = 8  # of the attribute op_pattern: what makes the input is not computed once for each tap
 
 
@@ -76,7 +77,8 @@ class Convolution:
     @property
     def is_product(self) -> bool:
         """Whether it is computed as a product: of pixels by channels, or of patches by taps."""
-        return self.groups == 1 and self.filters >= LEAST_FILTERS
+        depth = int(np.prod(self.kernel)) * self.channels
+        return self.groups == 1 and self.filters >= LEAST_FILTERS and depth >= LEAST_DEPTH
 
     @property
     def is_pointwise(self) -> bool:
