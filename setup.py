@@ -54,6 +54,7 @@ setup(
             "import-linter>=2.3",
             "pre-commit",
             "safetensors",
+            "torchao==0.18.0",  # what the accuracy of quantization is compared with
             "tornado",
         ],
     },

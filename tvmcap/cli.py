@@ -36,7 +36,10 @@ _OPTION_HELP = {
     "disable": "passes to leave out, separated by commas",
     "allow_tf32": "on cuda, matmuls of float32 may be multiplied in tf32",
     "vendor_matmul": "leave matmuls to torch's kernels, which the library then needs",
-    "quantize": "8-bit products: int8, fp8, int8-weight-only, fp8-weight-only or auto",
+    "quantize": "8-bit products: int8, fp8, int8-weight-only, fp8-weight-only, auto, or a JSON "
+    "object of the fields of tvmcap.Quantize",
+    "calibration": "what --quantize needs to know of activations: FILE.py:FUNC, which returns "
+    "inputs (a tensor or a tuple of arguments each), or FILE.json of saved ranges",
     "verify": "compare the library with a higher-precision reference after building",
     "log_dir": "folder of tuning records",
     "cache_dir": "folder of the compile cache",
@@ -44,10 +47,11 @@ _OPTION_HELP = {
     "seed": "seed of every random choice",
     "workers": "processes that compile candidates",
 }
-#: ``dynamic`` has a form of its own, ``calibration`` is tensors; nothing stands behind the others.
+_ACCURACY_HELP = "write what quantization cost, layer by layer, to FILE.html, .json or .txt"
+
+#: ``dynamic`` has a form of its own; nothing stands behind the others.
 _NO_OPTION = (
     "dynamic",
-    "calibration",
     "backward",
     "memory_budget",
     "rpc",
@@ -145,6 +149,7 @@ def _building_verbs(verbs: Any) -> None:
     build = _verb(verbs, "build", "compile a program into a library", json=True)
     _program(build)
     build.add_argument("-o", "--output", metavar="FILE.so", help="where the library goes")
+    build.add_argument("--accuracy", metavar="FILE", help=_ACCURACY_HELP)
     tune = _verb(verbs, "tune", "measure kernels and keep records for later builds", json=True)
     _program(tune)
     tune.add_argument("--trials", type=_from(1), metavar="N", help="candidates to measure in all")
@@ -177,8 +182,9 @@ def _library_verbs(verbs: Any) -> None:
     show.add_argument(
         "--show",
         metavar="PART,...",
-        help="of manifest, passes, kernels, tir, tir:NAME, source, source:NAME",
+        help="of manifest, passes, kernels, accuracy, tir, tir:NAME, source, source:NAME",
     )
+    show.add_argument("--accuracy", metavar="FILE", help=_ACCURACY_HELP)
     report = _verb(verbs, "report", "what is in the tuning records", json=True)
     report.add_argument("folder", nargs="?", help="default: the user's and the shipped records")
     report.add_argument("--target", help=_OPTION_HELP["target"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import Manifest, rewrite_manifest
 from tvmcap.base.ranges import Ranges
@@ -22,7 +23,6 @@ from tvmcap.runtime.executor import Executor
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
     from tvmcap.capture.export import Captured
-    from tvmcap.verify.accuracy import AccuracyReport
 
 
 logger = logging.getLogger("tvmcap")
@@ -60,14 +60,28 @@ class Compiled:
     def accuracy(self) -> AccuracyReport | None:
         """What quantization cost, layer by layer, as measured at build; None where there is none.
 
-        ``explain`` shows it as a table.
+        ``explain`` shows it as a table, ``write_accuracy`` as HTML, JSON or text.
         """
         found = self.manifest.quantization
         if not found:
             return None
-        from tvmcap.verify.accuracy import AccuracyReport
+        report = AccuracyReport.from_json(found["report"])
+        return replace(report, library_after=self._bytes())
 
-        return AccuracyReport.from_json(found["report"])
+    def write_accuracy(self, path: str | os.PathLike[str]) -> Path:
+        """Write what quantization cost to one file: ``.html``, ``.json`` or ``.txt``.
+
+        Raises LibraryError for a library that is not quantized or a path that cannot be written,
+        ConfigError for another suffix.
+        """
+        from tvmcap.view import accuracy
+
+        if self.accuracy is None:
+            raise LibraryError(
+                f"{self.path}: not quantized, so there is no report of what that cost; build with "
+                "quantize='int8'"
+            )
+        return accuracy.write(self.accuracy, path)
 
     @property
     def ranges(self) -> Ranges | None:
@@ -136,6 +150,15 @@ class Compiled:
         from tvmcap.view.inspect import inspect
 
         return inspect(self, *parts)
+
+    def _bytes(self) -> int | None:
+        """Bytes of the library's files; None where they are gone."""
+        beside = self.manifest.weights
+        files = [self.path, *([] if beside is None else [self.path.with_name(beside.file)])]
+        try:
+            return sum(file.stat().st_size for file in files)
+        except OSError:
+            return None
 
     def mark_verified(self, ok: bool) -> None:
         """Record in the library file whether it was within its error budget."""

@@ -78,7 +78,7 @@ def load_program(
         return Program(name, dynamic=free)
     fn = load_function(name, seed)
     if inputs_from is not None:
-        made = _run(find(inputs_from), inputs_from)
+        made = call(inputs_from)
         args = tuple(made) if isinstance(made, tuple | list) else (made,)
         return Program(fn, args, {}, free)
     return _with_inputs(fn, inputs, free)
@@ -89,6 +89,11 @@ def load_function(name: str, seed: int = 0) -> Any:
     torch: Any = importlib.import_module("torch")
     torch.manual_seed(seed)
     return as_program(find(name))
+
+
+def call(name: str) -> Any:
+    """Return what the function ``FILE.py:FUNC`` returns; CaptureError where it raises."""
+    return _run(find(name), name)
 
 
 def find(name: str) -> Any:

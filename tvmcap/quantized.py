@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,27 +18,26 @@ import tvm
 from tvm import relax
 
 from tvmcap import pipeline
+from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.codegen import make_target
 from tvmcap.base.config import Config
 from tvmcap.base.errors import AccuracyError, QuantizeError
 from tvmcap.base.numerics import to_numpy
-from tvmcap.base.quantization import MAX_K, Quantize
+from tvmcap.base.quantization import Quantize
 from tvmcap.base.ranges import Range, Ranges, Samples
 from tvmcap.capture.export import Captured
 from tvmcap.graph.layers import Layer, layers
 from tvmcap.graph.quantize import Plan, quantize
-from tvmcap.library import plain
+from tvmcap.library import plain, weights
 from tvmcap.verify import calibrate, samples
-from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, report
+from tvmcap.verify.accuracy import LayerNoise, Noise, report, require_finite
 from tvmcap.verify.check import example_leaves
+from tvmcap.verify.plans import check_target, choose, make_plans, smoothed
 from tvmcap.view import accuracy
 
 log = logging.getLogger("tvmcap")
 
 Leaves = Sequence[torch.Tensor]
-
-#: CUDA architectures before this one have no conversion from and to e4m3.
-_FP8_SINCE = 89
 
 
 class Quantizer:
@@ -71,6 +71,8 @@ class Quantizer:
         elif self.options.needs_calibration:
             self.ranges = Ranges(self._calibrate(before, found, chosen, seen))
         baseline = [before(leaves) for leaves in held_out]
+        for i, spec in self._floats():
+            require_finite(spec.name, [outputs[i] for outputs in baseline], source)
         kept = set(self.ranges.kept) if self.options.auto else set()
         while True:
             plans = make_plans([x for x in chosen if x.name not in kept], self.options, self.ranges)
@@ -81,9 +83,15 @@ class Quantizer:
             kept.add(worst)
             log.info("layer %s is left as it is: the budget is not met with it in 8 bits", worst)
         self.ranges = replace(self.ranges, kept=tuple(x.name for x in chosen if x.name in kept))
-        self._judge(self.report, plans)
         made = {name: replace(plan, offset=self.offset) for name, plan in plans.items()}
-        return quantize(mod, made, found)
+        quantized = quantize(mod, made, found)
+        self.report = replace(
+            self.report,
+            constants_before=weights.nbytes(mod["main"]),
+            constants_after=weights.nbytes(quantized["main"]),
+        )
+        self._judge(self.report, plans)
+        return quantized
 
     def _check_calibration(self, chosen: Sequence[Layer], seen: Sequence[Leaves]) -> None:
         """Raise QuantizeError where the scheme needs inputs or ranges that are not there."""
@@ -102,7 +110,8 @@ class Quantizer:
         if not measured.ok:
             raise AccuracyError(
                 f"{accuracy.text(measured)}\nKeep the worst layers as they are (keep=), let "
-                "auto=True choose them, or lower budget_db"
+                "auto=True choose them, or lower budget_db",
+                measured,
             )
         if not plans:
             log.warning("no layer can be quantized within %g dB", self.options.budget_db)
@@ -133,9 +142,10 @@ class Quantizer:
         seen, held_out = samples.split(leaves)
         seen = samples.spread(signature, seen)
         if held_out:
-            return seen, held_out, "inputs held out of calibration"
-        drawn = samples.drawn(signature, example_leaves(self.captured), self.config.seed)
-        return seen, drawn, "sets of inputs drawn like the example"
+            what = "input" if len(held_out) == 1 else "inputs"
+            return seen, held_out, f"{what} held out of calibration"
+        example = example_leaves(self.captured)
+        return seen, *samples.of_example(signature, example, self.config.seed)
 
     def _calibrate(
         self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
@@ -172,26 +182,28 @@ class Quantizer:
         baseline: Sequence[list[Any]],
         source: str,
     ) -> AccuracyReport:
-        specs = self.captured.signature.outputs
-        floats = [i for i, o in enumerate(specs) if o.dtype.startswith(("float", "bfloat"))]
-        outputs = {specs[i].name: Noise() for i in floats}
+        count, floats = len(self.captured.signature.outputs), self._floats()
+        outputs = {spec.name: Noise() for _, spec in floats}
         each = [LayerNoise(x, plans.get(x.name)) for x in found]
         here = {name: replace(plan, offset=self.offset_here) for name, plan in plans.items()}
         after = Program(quantize(mod, here, found, [x.y for x in found]))
         for leaves, want in zip(inputs, baseline, strict=True):
             got = after(leaves)
-            for i in floats:
-                outputs[specs[i].name].add(want[i], got[i])
-            ends = want[len(specs) :]
-            for layer, x, y, own in zip(
-                each, ends[::2], ends[1::2], got[len(specs) :], strict=True
-            ):
+            for i, spec in floats:
+                outputs[spec.name].add(want[i], got[i])
+            ends = want[count:]
+            for layer, x, y, own in zip(each, ends[::2], ends[1::2], got[count:], strict=True):
                 layer.add(x, y, own)
         return report(each, outputs, self.options.budget_db, len(inputs), source)
 
+    def _floats(self) -> list[tuple[int, Any]]:
+        """Return the outputs whose noise counts, with their positions."""
+        outputs = enumerate(self.captured.signature.outputs)
+        return [(i, o) for i, o in outputs if o.dtype.startswith(("float", "bfloat"))]
+
     def _name_of(self, weight: Any) -> str | None:
         """Find the frozen tensor that a weight is, as it is or, of a product [K, N], transposed."""
-        wide = np.asarray(weight, np.float32)
+        wide, same = np.asarray(weight, np.float32), partial(np.array_equal, equal_nan=True)
         for name, tensor in self.captured.weights.items():
             if tensor.ndim != wide.ndim or not tensor.is_floating_point():
                 continue
@@ -199,7 +211,7 @@ class Quantizer:
                 if tuple(seen.shape) != wide.shape:
                     continue
                 first = to_numpy(seen[0]).astype(np.float32)
-                if np.array_equal(first, wide[0]) and np.array_equal(to_numpy(seen), wide):
+                if same(first, wide[0]) and same(to_numpy(seen), wide):
                     return name
         return None
 
@@ -224,89 +236,3 @@ class Program:
 def quantizer(captured: Captured, config: Config, target: Any) -> Quantizer | None:
     """Return the pass that ``config`` asks for, or None."""
     return None if config.quantize is None else Quantizer(captured, config, target)
-
-
-def check_target(options: Quantize, target: Any) -> None:
-    """Raise QuantizeError where the target cannot compute with the scheme."""
-    if target.kind.name != "cuda" or options.dtype != "float8_e4m3fn":
-        return
-    arch = str(target.attrs.get("arch", ""))
-    number = int("".join(c for c in arch if c.isdigit()) or 0)
-    if number < _FP8_SINCE:
-        raise QuantizeError(
-            f"quantize={options.scheme!r}: {arch} has no e4m3, which starts at sm_{_FP8_SINCE}; "
-            "use 'int8'"
-        )
-
-
-def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
-    """Return the layers to quantize; raises QuantizeError where there is none, or one cannot be."""
-    if not found:
-        raise QuantizeError(
-            "nothing to quantize: no product or convolution in this model has a constant weight; "
-            "the parameters of a module are constant, arguments where constants=('w',) names them"
-        )
-    if options.dtype != "int8":
-        found = [x for x in found if x.conv is None]
-        if not found:
-            raise QuantizeError(
-                f"nothing to quantize: {options.scheme!r} is for products, and this model has only "
-                "convolutions; use 'int8'"
-            )
-    names = ", ".join(x.name for x in found)
-    for pattern in options.keep:
-        if not any(replace(options, keep=(pattern,)).keeps(x.name) for x in found):
-            raise QuantizeError(f"quantize: keep={pattern!r} names no layer; layers: {names}")
-    chosen = [x for x in found if not options.keeps(x.name)]
-    if not chosen:
-        raise QuantizeError(f"nothing to quantize: keep={options.keep} names every layer: {names}")
-    exact = options.dtype == "int8" and not options.weight_only
-    long = [x for x in chosen if exact and x.k > MAX_K]
-    if long and not options.auto:
-        raise QuantizeError(
-            f"layer {long[0].name!r} sums {long[0].k} products of int8, and int32 holds at most "
-            f"{MAX_K}; keep it: keep=({long[0].name!r},)"
-        )
-    left_out = {x.name for x in long}
-    return [x for x in chosen if x.name not in left_out]
-
-
-def smoothed(
-    chosen: Sequence[Layer], options: Quantize, ranges: Mapping[str, Range]
-) -> dict[str, tuple[float, ...]]:
-    """Return what each product's input is divided by; products of one input share it."""
-    if options.smooth is None:
-        return {}
-    together: dict[Any, list[Layer]] = {}
-    for layer in chosen:
-        if layer.conv is None:
-            together.setdefault(layer.x, []).append(layer)
-    found = {}
-    for group in together.values():
-        seen = [ranges[x.name] for x in group]
-        shared = calibrate.smoothing(seen, [x.values() for x in group], options.smooth)
-        found.update({x.name: shared for x in group})
-    return found
-
-
-def make_plans(chosen: Sequence[Layer], options: Quantize, ranges: Ranges) -> dict[str, Plan]:
-    """Return the plan of each layer; raises QuantizeError where ranges lack what it needs."""
-    for layer in chosen if options.needs_calibration else ():
-        seen = ranges.layers.get(layer.name)
-        smooth = options.smooth is not None and layer.conv is None
-        if seen is None or (smooth and len(seen.channels) != layer.k):
-            raise QuantizeError(
-                f"the given ranges do not cover layer {layer.name!r} as this scheme needs; "
-                "calibrate again with the same quantize option"
-            )
-    divisors = smoothed(chosen, options, ranges.layers)
-    static = options.activations == "static"
-    return {
-        x.name: Plan(
-            options.dtype,
-            options.weight_only,
-            ranges.layers[x.name].clip if static else None,
-            divisors.get(x.name, ()),
-        )
-        for x in chosen
-    }

@@ -13,10 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from tvmcap.base.config import Config, make_config
-from tvmcap.base.errors import ConfigError, InputError
+from tvmcap.base.errors import AccuracyError, ConfigError, InputError
 from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
 from tvmcap.program import (
     Program,
+    call,
     check_sizes,
     dynamic_option,
     load_function,
@@ -31,11 +32,23 @@ _WIDTH = 110
 def build(args: argparse.Namespace) -> int:
     """Compile, verify, and write the library."""
     from tvmcap.build import build as run
+    from tvmcap.view import accuracy
 
     program, config = _read(args)
-    # tuning shows its own progress, and a terminal has room for one
-    with contextlib.nullcontext() if isinstance(config.tune, int) else _status("building"):
-        lib = run(program.fn, program.args, program.kwargs, config=config)
+    if args.accuracy:
+        accuracy.check_path(args.accuracy)
+        if config.quantize is None:
+            raise ConfigError("--accuracy says what quantization cost: give --quantize, too")
+    try:
+        # tuning shows its own progress, and a terminal has room for one
+        with contextlib.nullcontext() if isinstance(config.tune, int) else _status("building"):
+            lib = run(program.fn, program.args, program.kwargs, config=config)
+    except AccuracyError as e:
+        if args.accuracy and e.report is not None:
+            accuracy.write(e.report, args.accuracy)
+        raise
+    if args.accuracy:
+        lib.write_accuracy(args.accuracy)
     if args.output:
         lib.export(args.output)
     if args.json:
@@ -44,6 +57,8 @@ def build(args: argparse.Namespace) -> int:
         from tvmcap.view.inspect import manifest_text
 
         _write(manifest_text(lib.manifest))
+        if lib.accuracy is not None:
+            _write(accuracy.text(lib.accuracy))
         _write(f"written to {args.output}" if args.output else "not written: give -o FILE.so")
     return EXIT_OK
 
@@ -133,6 +148,8 @@ def inspect(args: argparse.Namespace) -> int:
     """Describe a library."""
     lib, _ = _library(args, verify=False)
     parts = args.show.split(",") if args.show else ()
+    if args.accuracy:
+        lib.write_accuracy(args.accuracy)
     _write_json(lib.manifest.to_json()) if args.json else _write(lib.inspect(*parts))
     return EXIT_OK
 
@@ -206,6 +223,9 @@ def doctor(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
     """Load the program and the options of a build."""
     options = {**defaults, **config_options(args)}
+    calibration = options.get("calibration")
+    if calibration is not None and not calibration.endswith(".json"):
+        options["calibration"] = call(calibration)
     config = make_config(**options)
     program = load_program(args.program, args.input, args.inputs_from, args.dynamic, config.seed)
     dynamic = dynamic_option(program, config.dynamic)
@@ -215,7 +235,7 @@ def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
 def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
     """Load a library, or build the program; with the PyTorch code to compare with, if given."""
     against = getattr(args, "against", None) or getattr(args, "reference", None)
-    seed = make_config(**config_options(args)).seed
+    seed = make_config(**{**config_options(args), "calibration": None}).seed
     reference = None if against is None else load_function(against, seed)
     if args.program.endswith(".so"):
         return _open(args.program, foreign=args.verb == "inspect"), reference

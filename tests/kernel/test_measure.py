@@ -91,7 +91,11 @@ def test_close_leaves_no_process_and_no_file(task: tasks.Task) -> None:
     with measure.Measurer(TARGET, workers=1, time_s=0) as m:
         list(m.measure(measure.Workload(task, {"B": 2}, 0), [candidate(task, fake.Knobs(4))]))
         folder = m._folder
-        pids = [w._process.pid for w in (*m._builders, m._runner) if w._process is not None]
+        pids = [
+            w._process.pid
+            for w in (*m._builders, *(r.worker for r in m.runners))
+            if w._process is not None
+        ]
         assert len(pids) == 2 and folder.exists()
     assert not folder.exists()
     for pid in pids:

@@ -10,10 +10,11 @@ import pytest
 import tvm
 from tvm import relax
 
+from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.numerics import compare
 from tvmcap.graph.layers import Layer
 from tvmcap.graph.quantize import Plan, quantized_weight
-from tvmcap.verify.accuracy import AccuracyReport, LayerNoise, Noise, hold, imitate, report
+from tvmcap.verify.accuracy import LayerNoise, Noise, hold, imitate, report
 
 
 def measured(*pairs):

@@ -62,8 +62,12 @@ def test_the_last_quarter_is_held_out() -> None:
     assert [len(part) for part in samples.split(inputs[:2])] == [1, 1]
 
 
-def test_drawn_inputs_are_like_the_example_and_repeat() -> None:
-    example = [torch.full((5, 4), 3.0) + torch.randn(5, 4)]
-    first, second = (samples.drawn(SIGNATURE, example, 0) for _ in range(2))
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
-    assert first[0][0].shape == (5, 4) and not torch.equal(first[0][0], first[1][0])
+def test_the_example_is_measured_on_unless_it_tells_nothing() -> None:
+    example = torch.full((5, 4), 3.0) + torch.randn(5, 4)
+    ((leaf,),), what = samples.of_example(SIGNATURE, [example], 0)
+    assert torch.equal(leaf, example) and what == "example input"
+    for blank in (torch.ones(5, 4), torch.zeros(0, 4)):
+        drawn, what = samples.of_example(SIGNATURE, [blank], 0)
+        again, _ = samples.of_example(SIGNATURE, [blank], 0)
+        assert torch.equal(drawn[0][0], again[0][0]) and "drawn" in what
+        assert drawn[0][0].numel() > 1 and drawn[0][0].std() > 0

@@ -310,7 +310,7 @@ def parse_option(name: str, text: str) -> Any:
             return tuple(part for part in text.split(",") if part)
         if name == "tune":
             return int(text) if text.isdigit() else text
-        if name == "target":
+        if name in ("target", "quantize"):
             return json.loads(text) if text.startswith("{") else text
         if kind.startswith("int"):
             return int(text)

@@ -5,6 +5,11 @@ Every message says what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tvmcap.base.accuracy import AccuracyReport
+
 
 class TvmcapError(Exception):
     """Base of every error that tvmcap raises on purpose."""
@@ -43,7 +48,16 @@ class QuantizeError(BuildError):
 
 
 class AccuracyError(QuantizeError):
-    """Quantization costs more accuracy than the budget allows; the message is the report."""
+    """Quantization costs more accuracy than the budget allows; the message is the report.
+
+    Attributes
+    ----------
+    report: the same as an object.
+    """
+
+    def __init__(self, message: str, report: AccuracyReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class ToolchainError(BuildError):

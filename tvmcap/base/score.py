@@ -86,6 +86,7 @@ class Score:
             ("kernels", [self.kernels, self.eager_kernels], ",.0f"),
             ("HBM bytes", [self.hbm_bytes, self.eager_hbm_bytes], ",.0f"),
             ("activation traffic, x", traffic, ".2f"),
+            ("frozen weight bytes", [self.weight_bytes], ",.0f"),
             ("peak bytes planned", [self.peak_bytes_planned], ",.0f"),
             ("peak bytes measured", [self.peak_bytes_measured], ",.0f"),
             ("median us a call", medians, ",.1f"),

@@ -1,4 +1,4 @@
-"""Measure candidates: build in parallel processes, then check and time in another, one by one.
+"""Measure candidates: build in parallel processes, then check and time, one at a time a device.
 
 Nothing that a candidate does, be it a crash, a hang or a wrong result, ends the run: it becomes a
     failure with a cause. Nothing compiles while anything is timed.
@@ -6,14 +6,13 @@ Nothing that a candidate does, be it a crash, a hang or a wrong result, ends the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from tvmcap.kernel.candidates import Candidate as Candidate
 from tvmcap.kernel.candidates import Measurement as Measurement
 from tvmcap.kernel.candidates import Workload as Workload
 from tvmcap.kernel.process import Worker
+from tvmcap.kernel.runner import Runner, failed, open_runners
 
 log = logging.getLogger("tvmcap")
 
 _BUILDS_A_WORKER = 100
-_REFERENCE_TIMEOUT_S = 300.0
 _TIME_S, _RUN_TIMEOUT_S = {"cpu": 0.15, "cuda": 0.03}, {"cpu": 30.0, "cuda": 10.0}
 
 
@@ -60,22 +59,26 @@ class Measurer:
         self.time_s = _TIME_S[self.device] if time_s is None else time_s
         self.build_timeout_s = build_timeout_s
         self.run_timeout_s = _RUN_TIMEOUT_S[self.device] if run_timeout_s is None else run_timeout_s
-        if not tvm.device(self.device, 0).exist:
+        self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
+        self.runners = open_runners(
+            target, self.device, self._folder, self.time_s, self.run_timeout_s
+        )
+        if not self.runners:
+            shutil.rmtree(self._folder)
             raise TuneError(
                 f"no {self.device} device here to measure on; tune on a machine that has one"
             )
         self._target_json = target_json(target)
-        self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
         self._built: dict[str, dict[str, Any]] = {}
         self._references: dict[str, str] = {}
+        self._numbers = itertools.count()  # of files: threads share it
         environment = process.environment(target)
-        building, running = (process.command(self.device, builds=b) for b in (True, False))
+        building = process.command(self.device, builds=True)
         count = workers or os.cpu_count() or 1
         self._builders = [Worker(building, environment, self._folder) for _ in range(count)]
         # a worker dies with the thread that started it, so the threads live as long as the workers
         self._threads = ThreadPoolExecutor(count)
-        self._runner = Worker(running, environment, self._folder)
-        self._prepared: tuple[int | None, str] | None = None
+        self._devices = ThreadPoolExecutor(len(self.runners))
 
     def __enter__(self) -> Measurer:
         """Return itself."""
@@ -87,9 +90,12 @@ class Measurer:
 
     def close(self) -> None:
         """End the processes and delete the files."""
-        for worker in [*self._builders, self._runner]:
+        for worker in self._builders:
             worker.stop()
+        for runner in self.runners:
+            runner.stop()
         self._threads.shutdown()
+        self._devices.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -97,19 +103,49 @@ class Measurer:
         """How many candidates build at the same time."""
         return len(self._builders)
 
+    def spread(self, work: Callable[[Runner, Any], None], items: Sequence[Any]) -> None:
+        """Do the work for all items, on all devices at once, one item at a time on each."""
+        if len(self.runners) == 1:
+            for item in items:
+                work(self.runners[0], item)
+            return
+        queue = [*reversed(items)]
+
+        def serve(runner: Runner) -> None:
+            while queue:
+                try:
+                    item = queue.pop()
+                except IndexError:
+                    return
+                work(runner, item)
+
+        try:
+            list(self._devices.map(serve, self.runners))
+        except BaseException:
+            queue.clear()
+            for runner in self.runners:
+                runner.stop()
+            raise
+
     def measure(
-        self, workload: Workload, candidates: Sequence[Candidate], limit_us: float | None = None
+        self,
+        workload: Workload,
+        candidates: Sequence[Candidate],
+        limit_us: float | None = None,
+        runner: Runner | None = None,
     ) -> Iterator[Measurement]:
         """Build a batch, then yield one measurement a candidate, in order, as soon as it is made.
 
-        Candidates far slower than ``limit_us`` get fewer timings.
+        Candidates far slower than ``limit_us`` get fewer timings. ``runner`` is the device's, by
+        default the first.
         """
-        outputs = self.reference(workload)
+        runner = runner or self.runners[0]
+        outputs = self.reference(workload, runner)
         for candidate, result in zip(candidates, self.build(candidates), strict=True):
             if "error" in result:
-                yield _failed(result)
+                yield failed(result)
             else:
-                yield self._run(workload, candidate, result["path"], outputs, limit_us)
+                yield runner.run(workload, candidate, result["path"], outputs, limit_us)
 
     def build(
         self, candidates: Sequence[Candidate], workloads: Sequence[Workload] = ()
@@ -134,7 +170,8 @@ class Measurer:
                 worker.stop()
 
         try:
-            list(self._threads.map(serve, self._builders))
+            if queue:
+                list(self._threads.map(serve, self._builders))
         except BaseException:
             queue.clear()
             for worker in self._builders:
@@ -143,7 +180,7 @@ class Measurer:
         return [self._built[c.name] for c in candidates]
 
     def _build_one(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        path = str(self._folder / f"kernel{len(self._built)}-{time.monotonic_ns()}.so")
+        path = str(self._folder / f"kernel{next(self._numbers)}.so")
         request = {**request, "target": self._target_json, "path": path}
         return {**worker.call(request, self.build_timeout_s), "path": path}
 
@@ -158,7 +195,7 @@ class Measurer:
         bound = tasks.bind(workload.task, workload.sizes)
         return {"op": "build_plain", "func": tvm.ir.save_json(bound)}
 
-    def reference(self, workload: Workload) -> str:
+    def reference(self, workload: Workload, runner: Runner | None = None) -> str:
         """Compute the unscheduled function on the workload's inputs, once; return the file.
 
         Raises TuneError where that fails.
@@ -166,11 +203,11 @@ class Measurer:
         key = self._key(workload)
         if key not in self._references:
             self.build([], [workload])
-            path = str(self._folder / f"reference{len(self._references)}.npz")
+            path = str(self._folder / f"reference{next(self._numbers)}.npz")
             reply = built = self._built[key]
             if "error" not in built:
-                request = {**self._inputs(workload), "outputs": path, "library": built["path"]}
-                reply = self._runner.call({**request, "op": "reference"}, _REFERENCE_TIMEOUT_S)
+                runner = runner or self.runners[0]
+                reply = runner.reference(workload, built["path"], path)
             if "error" in reply:
                 raise TuneError(
                     f"the unscheduled kernel {workload.task.name} at {workload.sizes} cannot be "
@@ -180,51 +217,6 @@ class Measurer:
             self._references[key] = path
         return self._references[key]
 
-    def _inputs(self, workload: Workload) -> dict[str, Any]:
-        return {
-            "args": [a for a in workload.args if "shape" in a],
-            "seed": workload.seed,
-            "written": tasks.written(workload.task.func),
-            "device": self.device,
-        }
-
-    def _prepare(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
-        """Have the runner make a workload's arguments where it has not; return a failure."""
-        if self._prepared != (self._runner.pid, inputs["outputs"]):
-            reply = self._runner.call({**inputs, "op": "prepare"}, _REFERENCE_TIMEOUT_S)
-            if "error" in reply:
-                return reply
-            self._prepared = (self._runner.pid, inputs["outputs"])
-        return None
-
-    def _run(
-        self,
-        workload: Workload,
-        candidate: Candidate,
-        path: str,
-        outputs: str,
-        limit_us: float | None,
-    ) -> Measurement:
-        numbers = (
-            []
-            if candidate.bound
-            else [(i, a["value"]) for i, a in enumerate(workload.args) if "value" in a]
-        )
-        inputs = {**self._inputs(workload), "outputs": outputs}
-        reply = self._prepare(inputs)
-        if reply is None:
-            more = {"numbers": numbers, "path": path, "time_s": self.time_s, "limit_us": limit_us}
-            reply = self._runner.call({**inputs, **more, "op": "run"}, self.run_timeout_s)
-            if reply.get("broken"):
-                self._runner.stop()
-        if "error" in reply:
-            return _failed(reply)
-        us = sorted(reply["us"])
-        if not us:
-            return Measurement()
-        rank = (len(us) - 1) / 10
-        return Measurement(statistics.median(us), us[round(rank)], us[round(9 * rank)], len(us))
-
 
 def _request(candidate: Candidate) -> dict[str, Any]:
     return {
@@ -233,10 +225,6 @@ def _request(candidate: Candidate) -> dict[str, Any]:
         "template": None if candidate.template is None else template_ref(candidate.template),
         "knobs": candidate.knobs,
     }
-
-
-def _failed(reply: Mapping[str, Any]) -> Measurement:
-    return Measurement(cause=reply["error"]["cause"], message=reply["error"]["message"])
 
 
 def template_ref(template: Any) -> str:

@@ -164,11 +164,17 @@ class TemplateSession(Session):
 
     def repeat(self, records: Sequence[Record]) -> list[Proposal]:
         """Return proposals for recorded knobs."""
-        texts = [
-            self.template.knobs_to_json(self.template.knobs_from_json(canonical(r.knobs)))
-            for r in records
-        ]
-        return [self._proposal(text, None) for text in texts]
+        return self.proposals([self.template.knobs_from_json(canonical(r.knobs)) for r in records])
+
+    def proposals(self, points: Sequence[Any]) -> list[Proposal]:
+        """Return proposals for knobs that the search did not choose."""
+        return [self._proposal(self.template.knobs_to_json(k), None) for k in points]
+
+    def by_estimate(self) -> list[Any]:
+        """Return all knobs of the space, those first that the template expects to be fast."""
+        if self._prior is None:
+            return list(self._points)
+        return [self._points[i] for i in np.argsort(self._prior, kind="stable")]
 
     def _proposal(self, text: str, measured: Any) -> Proposal:
         at = self._index.get(text)

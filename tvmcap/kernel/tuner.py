@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
+from tvmcap.kernel.runner import Runner
 from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
@@ -69,6 +71,7 @@ class Run:
     unmeasured: TuneError | None = None
     overhead_s: float = 0.0
     start: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of what devices share
 
     @property
     def limit(self) -> int:
@@ -86,10 +89,10 @@ class Run:
             self.progress.start(self.limit)
         try:
             with interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
-                self.entries = self._open(measurer, found, sizes)
+                self.entries = self.open(measurer, found, sizes)
                 while entries := self._next(measurer.workers):
                     self._round(measurer, entries)
-                self._confirm(measurer)
+                measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
             if self.trials == 0 and self.unmeasured is not None:
                 raise self.unmeasured
         except KeyboardInterrupt:
@@ -101,9 +104,10 @@ class Run:
             if self.progress is not None:
                 self.progress.finish()
 
-    def _open(
+    def open(
         self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
     ) -> list[Entry]:
+        """Return a session for each task and size, heavy ones first."""
         models: dict[str, RankModel] = {}
         entries: list[Entry] = []
         for task in found:
@@ -179,9 +183,29 @@ class Run:
                 batches.append((entry, proposals))
         workloads = [entry.session.workload for entry, _ in batches]
         measurer.build([p.candidate for _, proposals in batches for p in proposals], workloads)
-        for entry, proposals in batches:
-            if self._has_reference(measurer, entry):
-                self._batch(measurer, entry, proposals)
+        before = [_median(entry.session.best()) for entry, _ in batches]
+        results = self.measure(measurer, batches)
+        for (entry, proposals), measured, us in zip(batches, results, before, strict=True):
+            if measured:
+                self._batch(entry, proposals, measured, us)
+
+    def measure(
+        self, measurer: Measurer, batches: Sequence[tuple[Entry, list[Proposal]]]
+    ) -> list[list[Measurement]]:
+        """Measure batches of different sessions on all devices; the records are on disk then.
+
+        A session without a reference to check against gives no measurements.
+        """
+        results: list[list[Measurement]] = [[] for _ in batches]
+
+        def work(runner: Runner, i: int) -> None:
+            entry, proposals = batches[i]
+            if self._has_reference(measurer, entry, runner):
+                limit_us = _median(entry.session.best())
+                results[i] = self._measure(measurer, entry, proposals, limit_us, runner)
+
+        measurer.spread(work, range(len(batches)))
+        return results
 
     def _think(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step of the search, and count its time as neither building nor measuring."""
@@ -190,20 +214,24 @@ class Run:
         self.overhead_s += time.monotonic() - start
         return found
 
-    def _batch(self, measurer: Measurer, entry: Entry, proposals: list[Proposal]) -> None:
-        best = entry.session.best()
-        before = None if best is None else best.median_us
-        results = self._measure(measurer, entry, proposals, before)
+    def _batch(
+        self,
+        entry: Entry,
+        proposals: list[Proposal],
+        results: list[Measurement],
+        before: float | None,
+    ) -> None:
+        """Learn from what was measured."""
         self._think(entry.session.notify, proposals, results)
         entry.batches += 1
         if results and self.trials == len(results) and all(r.cause is not None for r in results):
             raise TuneError(all_failed(entry.session.name, results))
         self._note(entry, before)
 
-    def _has_reference(self, measurer: Measurer, entry: Entry) -> bool:
+    def _has_reference(self, measurer: Measurer, entry: Entry, runner: Runner) -> bool:
         """Whether there is something to check against; a kernel without is left out of the run."""
         try:
-            measurer.reference(entry.session.workload)
+            measurer.reference(entry.session.workload, runner)
             return True
         except TuneError as e:
             self.failures["reference"] += 1
@@ -212,26 +240,34 @@ class Run:
             return False
 
     def _measure(
-        self, measurer: Measurer, entry: Entry, proposals: list[Proposal], limit_us: float | None
+        self,
+        measurer: Measurer,
+        entry: Entry,
+        proposals: list[Proposal],
+        limit_us: float | None,
+        runner: Runner,
     ) -> list[Measurement]:
         """Measure proposals, appending each record as it comes."""
         results: list[Measurement] = []
         candidates = [p.candidate for p in proposals]
-        for proposal, result in zip(
-            proposals, measurer.measure(entry.session.workload, candidates, limit_us), strict=True
-        ):
-            record = entry.session.record(proposal, result)
-            self.stores.append([record])
+        measured = measurer.measure(entry.session.workload, candidates, limit_us, runner)
+        for proposal, result in zip(proposals, measured, strict=True):
+            with self._lock:
+                self._keep(entry, entry.session.record(proposal, result), result)
             results.append(result)
-            entry.trials += 1
-            self.trials += 1
-            if result.cause is not None:
-                self.failures[result.cause] += 1
-                logger.debug("%s: %s: %s", entry.session.name, result.cause, result.message)
-            elif entry.before is None:
-                entry.before = record.candidate
-            self._tell(entry)
         return results
+
+    def _keep(self, entry: Entry, record: Record, result: Measurement) -> None:
+        """Write a record, count it and show it."""
+        self.stores.append([record])
+        entry.trials += 1
+        self.trials += 1
+        if result.cause is not None:
+            self.failures[result.cause] += 1
+            logger.debug("%s: %s: %s", entry.session.name, result.cause, result.message)
+        elif entry.before is None:
+            entry.before = record.candidate
+        self._tell(entry)
 
     def _note(self, entry: Entry, before: float | None) -> None:
         best = entry.session.best()
@@ -251,22 +287,22 @@ class Run:
             entry.session.name, best_us, self.trials, sum(self.failures.values()), max(left, 0.0)
         )
 
-    def _confirm(self, measurer: Measurer) -> None:
-        """Measure the fastest of each session again, until the best was measured twice."""
-        for entry in self.entries:
-            session, confirmed = entry.session, set[str]()
-            while entry.trials and self.left_s() > 0 and len(confirmed) < 3 * _CONFIRMED:
-                best = session.best()
-                if best is None or best.candidate in confirmed:
-                    break
-                again = session.repeat(_top(session, confirmed))
-                if not again:
-                    break
-                candidates = [p.candidate for p in again]
-                results = list(measurer.measure(session.workload, candidates, best.median_us))
-                records = [session.record(p, r) for p, r in zip(again, results, strict=True)]
+    def _confirm(self, measurer: Measurer, entry: Entry, runner: Runner) -> None:
+        """Measure a session's fastest again, until the best was measured twice."""
+        session, confirmed = entry.session, set[str]()
+        while entry.trials and self.left_s() > 0 and len(confirmed) < 3 * _CONFIRMED:
+            best = session.best()
+            if best is None or best.candidate in confirmed:
+                break
+            again = session.repeat(_top(session, confirmed))
+            if not again:
+                break
+            candidates = [p.candidate for p in again]
+            measured = measurer.measure(session.workload, candidates, best.median_us, runner)
+            records = [session.record(p, r) for p, r in zip(again, measured, strict=True)]
+            with self._lock:
                 self.stores.append(records)
-                confirmed |= {r.candidate for r in records}
+            confirmed |= {r.candidate for r in records}
 
     def result(self) -> TuneRun:
         """Return what came of the run."""
@@ -286,6 +322,10 @@ class Run:
             stopped=self.stopped,
             overhead_s=self.overhead_s,
         )
+
+
+def _median(record: Record | None) -> float | None:
+    return None if record is None else record.median_us
 
 
 def _rule(func: Any, target: Any) -> Any:

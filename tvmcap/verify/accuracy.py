@@ -1,15 +1,17 @@
-"""What quantization costs: the noise of each layer and of the model."""
+"""Measures what quantization costs: the noise of each layer and of the model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tvmcap.base.accuracy import Accuracy, AccuracyReport
+from tvmcap.base.errors import QuantizeError
 from tvmcap.base.numerics import Comparison
 from tvmcap.base.quantization import LARGEST
 from tvmcap.graph.convolution import Convolution
@@ -20,100 +22,6 @@ Array = npt.NDArray[Any]
 
 _ROWS = 256
 """Rows of an input that one layer by itself is measured on."""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """One layer or output of the quantized model against the model as it was.
-
-    Attributes
-    ----------
-    name: of the layer, or of the output.
-    scheme: what the layer holds; "kept" where it was left as it was, "" for an output.
-    sqnr_db: signal to quantization noise, noise from earlier layers included.
-    own_db: the same on the unquantized model's input: what this layer alone adds; None for outputs.
-    cosine: of the two results as vectors.
-    max_error: largest absolute difference.
-    saturation: share of the input's values beyond the range of their scale.
-    bytes_before, bytes_after: of the weight, its scales included.
-    """
-
-    name: str
-    scheme: str
-    sqnr_db: float
-    own_db: float | None
-    cosine: float
-    max_error: float
-    saturation: float = 0.0
-    bytes_before: int = 0
-    bytes_after: int = 0
-
-
-@dataclass(frozen=True)
-class AccuracyReport:
-    """The accuracy of a quantized model; ``layers`` are sorted worst first.
-
-    Attributes
-    ----------
-    outputs: of the model; those of integers or bools are left out.
-    layers: the products with constant weights, quantized or kept.
-    budget_db: least ``sqnr_db`` of an output.
-    inputs: sets of inputs measured on, and ``source`` where they are from.
-    """
-
-    outputs: tuple[Accuracy, ...]
-    layers: tuple[Accuracy, ...]
-    budget_db: float
-    inputs: int
-    source: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether every output is within the budget."""
-        return all(o.sqnr_db >= self.budget_db for o in self.outputs)
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes of the listed weights before."""
-        return sum(x.bytes_before for x in self.layers)
-
-    @property
-    def bytes_after(self) -> int:
-        """Bytes of the listed weights and their scales after."""
-        return sum(x.bytes_after for x in self.layers)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data; infinities become strings."""
-        return {
-            "ok": self.ok,
-            "budget_db": self.budget_db,
-            "inputs": self.inputs,
-            "source": self.source,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "outputs": [_plain(asdict(x)) for x in self.outputs],
-            "layers": [_plain(asdict(x)) for x in self.layers],
-        }
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> AccuracyReport:
-        """Read what ``to_json`` wrote."""
-        outputs, layers = (
-            tuple(Accuracy(**_numbers(x)) for x in data[name]) for name in ("outputs", "layers")
-        )
-        return AccuracyReport(
-            outputs, layers, float(data["budget_db"]), data["inputs"], data["source"]
-        )
-
-
-def _plain(data: dict[str, Any]) -> dict[str, Any]:
-    odd = {k for k, v in data.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {k: str(v) if k in odd else v for k, v in data.items()}
-
-
-def _numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    texts = ("name", "scheme")
-    return {k: float(v) if isinstance(v, str) and k not in texts else v for k, v in data.items()}
 
 
 class Noise:
@@ -168,6 +76,16 @@ def hold(result: Comparison, ours: Array, reference: Array, floor_db: float) -> 
     name = f"{result.name}, {noise.sqnr_db:.1f} dB of {floor_db:g}"
     budget = max(result.budget, result.max_abs)
     return replace(result, name=name, bad=bad, budget=budget, misplaced=0)
+
+
+def require_finite(name: str, values: Sequence[Array], source: str) -> None:
+    """Raise QuantizeError where an output is nowhere finite, and so measures nothing."""
+    if any(v.size for v in values) and not any(np.isfinite(v).any() for v in values):
+        raise QuantizeError(
+            f"output {name!r} of the unquantized model is NaN or Inf everywhere on the {source}, "
+            "which tells nothing of what quantization costs; pass calibration=[x1, x2, ...] with "
+            "inputs that the model can take"
+        )
 
 
 class LayerNoise:

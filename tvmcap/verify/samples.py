@@ -16,7 +16,6 @@ Leaves = Sequence[torch.Tensor]
 
 #: Seeds of drawn inputs start here, away from those that verification uses.
 _SEED = 104_729
-_DRAWN = 2
 
 
 def leaves(signature: Signature, args: Sequence[Any], number: int) -> list[torch.Tensor]:
@@ -93,8 +92,16 @@ def _cut(signature: Signature, one: Leaves, name: str, size: int) -> Leaves:
     return found
 
 
-def drawn(signature: Signature, example: Sequence[torch.Tensor], seed: int) -> list[Leaves]:
-    """Draw inputs like the example, at its sizes."""
+def of_example(
+    signature: Signature, example: Sequence[torch.Tensor], seed: int
+) -> tuple[list[Leaves], str]:
+    """Return inputs to measure on without calibration, and what they are.
+
+    They are the example itself, or drawn at its sizes where each of its tensors has one value.
+    """
+    own = [t.detach().cpu().contiguous() for t in example]
+    if any(t.numel() and bool((t != t.flatten()[0]).any()) for t in own):
+        return [own], "example input"
     (first, *_) = plan_inputs(signature, example, seed=seed)
-    kinds = [type(first)(first.kind, first.sizes, _SEED + seed + i) for i in range(_DRAWN)]
-    return [draw(signature, one, example) for one in kinds]
+    kind = type(first)(first.kind, first.sizes, _SEED + seed)
+    return [draw(signature, kind, example)], "input drawn like the example"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tvmcap.view import accuracy
 from tvmcap.view.inspect import signature_text
 
 
@@ -18,8 +19,6 @@ def explain(compiled: Any) -> str:
         names = ", ".join(manifest.frozen)
         sections.append(f"frozen at build (a later change in PyTorch is not seen): {names}")
     if compiled.accuracy is not None:
-        from tvmcap.view import accuracy  # the compiler's modules, for quantized libraries alone
-
         sections.append(accuracy.text(compiled.accuracy))
     sections.append("\n".join(["kernels", *map(_task, manifest.coverage)]))
     notice = tuning_notice(manifest.coverage)

@@ -9,22 +9,25 @@ from typing import Any
 from tvmcap.base.errors import ConfigError, LibraryError
 from tvmcap.base.manifest import Manifest
 from tvmcap.base.signature import Signature
+from tvmcap.view import accuracy
 
-PARTS = ("manifest", "passes", "kernels", "tir", "source", "json")
+PARTS = ("manifest", "passes", "kernels", "accuracy", "tir", "source", "json")
 
 
 def inspect(compiled: Any, *parts: str) -> str:
     """Describe a library; ``parts`` choose what, by default manifest, passes and kernels.
 
     Parts: ``manifest`` (what it was built from and for), ``passes`` (seconds of each), ``kernels``
-    (what schedules each), ``tir`` (the final module; ``tir:NAME`` one kernel of it), ``source``
-    (device code that the compiler makes of it), ``json`` (the whole manifest). ``tir``, ``source``
-    and ``passes`` need a library that this process built.
+    (what schedules each), ``accuracy`` (what quantization cost, layer by layer), ``tir`` (the final
+    module; ``tir:NAME`` one kernel of it), ``source`` (device code that the compiler makes of it),
+    ``json`` (the whole manifest). ``tir``, ``source`` and ``passes`` need a library that this
+    process built.
     """
     show: dict[str, Callable[[Any, str], str]] = {
         "manifest": lambda c, _: manifest_text(c.manifest),
         "passes": _passes,
         "kernels": lambda c, _: kernels_text(c.manifest),
+        "accuracy": _accuracy,
         "tir": _tir,
         "source": _source,
         "json": lambda c, _: json.dumps(c.manifest.to_json(), indent=2),
@@ -96,6 +99,12 @@ def _passes(compiled: Any, _: str) -> str:
     total = sum(seconds for _, seconds in compiled.passes)
     rows = [f"  {name:14}{1e3 * seconds:9.1f} ms" for name, seconds in compiled.passes]
     return "\n".join(["passes", *rows, f"  {'in all':14}{1e3 * total:9.1f} ms"])
+
+
+def _accuracy(compiled: Any, _: str) -> str:
+    if compiled.accuracy is None:
+        raise LibraryError("the library is not quantized; build with quantize='int8'")
+    return accuracy.text(compiled.accuracy)
 
 
 def _module(compiled: Any) -> Any:
