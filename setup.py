@@ -19,6 +19,8 @@ CUDA = [  # nvcc 13.0 and what it needs, so that a machine without the toolkit c
     "nvidia-cuda-cccl==13.0.*",
 ]
 
+REPORT = ["matplotlib>=3.10,<4"]  # the figures of `tvmcap report -o FILE`
+
 setup(
     name="tvmcap",
     version=VERSION,
@@ -45,8 +47,10 @@ setup(
     ],
     extras_require={
         "cuda": CUDA,
+        "report": REPORT,
         "dev": [
             *CUDA,
+            *REPORT,
             "pytest>=8",
             "pytest-xdist",
             "ruff==0.17.6",

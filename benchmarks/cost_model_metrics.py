@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-CLOSE = 0.02
-"""Pairs closer than this share in time do not count: measuring again may turn them round."""
+from tvmcap.kernel.ranking import CLOSE as CLOSE
+from tvmcap.kernel.ranking import hits, pairs
+
 NAMES = ("pairwise", "best_of_1", "best_of_5", "top8_regret")
 
 
@@ -29,27 +30,17 @@ def metrics(found: Sequence[Scored]) -> dict[str, float]:
     """
     right, ones, fives, eights = [], [], [], []
     for group in found:
-        i, j, far = pairs(group.times_us)
-        order = group.scores[i] > group.scores[j]
-        ties = group.scores[i] == group.scores[j]
-        hits = np.where(ties, 0.5, order == (group.times_us[i] < group.times_us[j]))
-        if far.any():
-            right.append((hits[far].sum(), far.sum()))
+        hit, counted = hits(group.scores, group.times_us)
+        if counted:
+            right.append((hit, counted))
         ranked = group.times_us[np.argsort(-group.scores, kind="stable")]
         best = ranked.min()
         ones.append(best / ranked[0])
         fives.append(best / ranked[:5].min())
         eights.append(ranked[:8].min() / best - 1)
-    hits, counted = (sum(part) for part in zip(*right, strict=True))
-    values = (hits / counted, np.mean(ones), np.mean(fives), np.mean(eights))
+    hit, counted = (sum(part) for part in zip(*right, strict=True))
+    values = (hit / counted, np.mean(ones), np.mean(fives), np.mean(eights))
     return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
-
-
-def pairs(times_us: Any) -> tuple[Any, Any, Any]:
-    """Return the pairs of candidates, and which of them are far enough apart to count."""
-    i, j = np.triu_indices(len(times_us), 1)
-    apart = np.abs(times_us[i] - times_us[j]) / np.minimum(times_us[i], times_us[j])
-    return i, j, apart >= CLOSE
 
 
 def dropped(groups: Iterable[Any]) -> float:

@@ -3,8 +3,9 @@
     python benchmarks/sanitize.py [--tools memcheck,racecheck,synccheck] [--settings FILE]
         [--json OUT]
 
-Every setting in the shipped records and every default of the template is compiled for problems just
-over a tile, and runs at odd numbers of rows in a process under each tool; results are checked too.
+The fastest setting of each task and size in the shipped records, which is what builds take, and
+every default of the template is compiled for problems just over a tile, and runs at odd numbers of
+rows in a process under each tool; results are checked too.
 FILE gives other settings, as for ``gemm_ladder.py``.
 """
 
@@ -36,8 +37,8 @@ _WORKER = (sys.executable, "-m", "tvmcap.kernel.worker", "--without-torch", "--c
 
 
 def settings(path: Path | None) -> list[Any]:
-    """List the knobs to try: of FILE, else the shipped records' and the template's defaults."""
-    from tvmcap.kernel.records import RecordStore, canonical
+    """List the knobs to try: of FILE, else the template's defaults and the records' fastest."""
+    from tvmcap.kernel.records import Record, RecordStore, canonical
     from tvmcap.schedules import hopper_gemm as hopper
 
     if path is not None:
@@ -47,9 +48,13 @@ def settings(path: Path | None) -> list[Any]:
         return list(dict.fromkeys(s.knobs for s in found))
     problem = hopper.match(gemm.block(1024, 4096), gemm.target())
     knobs = [knobs for _, knobs in hopper.ranges(problem, gemm.target())]
-    store = RecordStore(gemm.shipped())
-    for text in {canonical(r.knobs) for r in store.records if r.template == hopper.TEMPLATE.name}:
-        knobs.append(hopper.TEMPLATE.knobs_from_json(text))
+    best: dict[str, Record] = {}
+    for record in RecordStore(gemm.shipped()).records:
+        if record.template == hopper.TEMPLATE.name and record.median_us is not None:
+            at = canonical([record.workload_hash, record.sizes])
+            if at not in best or record.median_us < (best[at].median_us or 0.0):
+                best[at] = record
+    knobs += [hopper.TEMPLATE.knobs_from_json(record.candidate) for record in best.values()]
     return list(dict.fromkeys(knobs))
 
 
@@ -177,7 +182,9 @@ def main() -> None:
     try:
         jobs = sanitizer.build(settings(options.settings), options.workers)
         sanitizer.references()
-        rows = [sanitizer.run(tool, jobs) for tool in options.tools.split(",")]
+        tools = options.tools.split(",")
+        with ThreadPoolExecutor(len(tools)) as pool:
+            rows = list(pool.map(lambda tool: sanitizer.run(tool, jobs), tools))
     finally:
         shutil.rmtree(sanitizer.folder, ignore_errors=True)
     for row in rows:

@@ -2,14 +2,13 @@
 
     python benchmarks/tune_suite.py capture FOLDER            fused kernels as files; needs no GPU
     python benchmarks/tune_suite.py tune FOLDER --logs DIR [--trials N] [--budget SECONDS]
-    python benchmarks/tune_suite.py compact --logs DIR [--to tuning_logs/cuda] [--best 3]
-        [--others 6]
+    python benchmarks/tune_suite.py compact --logs DIR [--to tuning_logs/cuda] [--most 200]
 
 ``tune`` tunes the block at the rows that the suite has for each (K, N) (and ``--rows`` beside
 them), and the row template's cases; records go to DIR, and a run goes on where the last one
-stopped. ``compact`` keeps, for each task and size, the fastest candidates and some others that a
-cost model can learn from; records of other template source are dropped. Shipped records of the
-same task and size give way to new ones.
+stopped. ``compact`` adds the records of DIR to those that ship: for each task and size the fastest
+candidates and others, drawn, that a cost model learns from, ``--most`` in all. Records of other
+template source are dropped, and so are features that can be computed again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ import gemm_common as gemm
 import numpy as np
 
 ROW_CASE_ROWS = 8192
-MOST_BYTES = 2_000_000
+BEST = 3
+"""Candidates of a task and size that ship in any case."""
+MOST_BYTES = 8_000_000
 
 
 def problems(shapes: Sequence[gemm.Shape]) -> dict[tuple[int, int], list[int]]:
@@ -109,39 +110,39 @@ def tune(folder: Path, options: argparse.Namespace) -> None:
     print(f"{result.seconds / max(result.trials, 1):.3f} s a trial", flush=True)
 
 
-def compact(logs: Path, to: Path, best: int, others: int, seed: int = 0) -> list[Any]:
+def compact(logs: Path, to: Path, most: int, seed: int = 0) -> list[Any]:
     """Write the records that ship to the folder ``to``, and return them."""
     from tvmcap.kernel.records import RecordStore, canonical
+    from tvmcap.kernel.stores import template_hashes
+    from tvmcap.schedules import TEMPLATES
 
-    hashes = current_hashes()
-    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    hashes = template_hashes()
+    recalled = {template.name for template in TEMPLATES if template.recall is not None}
+    groups: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for record in [*RecordStore(to).records, *RecordStore(logs).records]:
         if record.template is not None and hashes.get(record.template) != record.template_hash:
             continue
         if record.error is None and record.median_us is not None:
+            if record.template in recalled:
+                record = replace(record, features=None)
             where = [record.key.workload_hash, record.template, record.sizes, record.target]
-            groups[canonical(where)][record.candidate] = record  # of two timings the later counts
+            timings = groups[canonical(where)][record.candidate]
+            if record not in timings:
+                timings.append(record)
     rng = np.random.default_rng(seed)
     kept: list[Any] = []
     for _, found in sorted(groups.items()):
-        ranked = sorted(found.values(), key=lambda r: r.median_us)
-        rest = ranked[best:]
-        chosen = rng.permutation(len(rest))[:others]
-        kept += ranked[:best] + [rest[i] for i in sorted(chosen)]
+        ranked = sorted(found.values(), key=lambda r: r[-1].median_us)
+        rest = ranked[BEST:]
+        chosen = rng.permutation(len(rest))[: max(0, most - BEST)]
+        for timings in ranked[:BEST] + [rest[i] for i in sorted(chosen)]:
+            kept += timings
     text = "".join(record.to_line() + "\n" for record in kept)
     if len(text) > MOST_BYTES:
         raise SystemExit(f"{len(text)} bytes are more than {MOST_BYTES}: keep fewer of each")
     to.mkdir(parents=True, exist_ok=True)
     (to / "records.jsonl").write_text(text)
     return kept
-
-
-def current_hashes() -> dict[str, str]:
-    """Return the source hash of each template as the code is now."""
-    from tvmcap.kernel.template import source_hash
-    from tvmcap.schedules import TEMPLATES
-
-    return {template.name: source_hash(template) for template in TEMPLATES}
 
 
 def main() -> None:
@@ -160,8 +161,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=500.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", type=Path, default=gemm.shipped())
-    parser.add_argument("--best", type=int, default=3)
-    parser.add_argument("--others", type=int, default=6)
+    parser.add_argument("--most", type=int, default=200, help="candidates of a task and size")
     options = parser.parse_args()
     if options.verb == "capture" and options.only:
         capture_one(options.only, options.folder / f"{options.only}.json")
@@ -178,7 +178,7 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         tune(options.folder, options)
     else:
-        kept = compact(options.logs, options.to, options.best, options.others)
+        kept = compact(options.logs, options.to, options.most)
         print(f"{options.to}: {len(kept)} records")
 
 

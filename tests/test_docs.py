@@ -10,7 +10,9 @@ import pytest
 
 import tvmcap
 from tvmcap.cli import make_parser
+from tvmcap.kernel import upkeep
 from tvmcap.kernel.apply import MAX_VARIANTS
+from tvmcap.kernel.history import PAUSE_S
 from tvmcap.schedules import TEMPLATES
 from tvmcap.schedules.hopper_gemm import Knobs
 
@@ -97,6 +99,15 @@ def test_the_kernels_of_the_documents_exist():
     assert told >= {"groups", "late", "tma_store", "cluster_m", "cluster_n", "split", "dependent"}
     assert told <= knobs
     assert f"up to {WORDS[MAX_VARIANTS]} variants" in text
+
+
+def test_the_defaults_of_prune_are_told():
+    text = (ROOT / "docs" / "cli.md").read_text()
+    told = (
+        f"`--best`\nfastest candidates ({upkeep.BEST}) and a `--sample` of others ({upkeep.SAMPLE})"
+    )
+    assert told in text and f"--best {upkeep.BEST} --sample {upkeep.SAMPLE}" in text
+    assert PAUSE_S == 120 and "more than two minutes" in text
 
 
 def test_the_public_names_are_documented():

@@ -25,6 +25,7 @@ import tune_suite
 
 from tvmcap.base import codegen
 from tvmcap.kernel.records import Record, RecordStore
+from tvmcap.kernel.stores import template_hashes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,17 +280,25 @@ def record(us: float | None, bn: int, rows: int, template_hash: str) -> Record:
 
 
 def test_what_ships_is_the_best_of_each_size(tmp_path: Path) -> None:
-    now = tune_suite.current_hashes()["hopper_gemm"]
+    now = template_hashes()["hopper_gemm"]
     logs, to = RecordStore(tmp_path / "logs"), tmp_path / "shipped"
     logs.append([record(10.0 + bn, bn, rows, now) for bn in range(8) for rows in (1, 64)])
     logs.append([record(1.0, 100, 1, "old"), record(None, 101, 1, now), record(50.0, 0, 1, now)])
     RecordStore(to).append([record(5.0, 200, 1, now), record(2.0, 201, 1, "old")])
-    kept = tune_suite.compact(tmp_path / "logs", to, best=2, others=1)
+    kept = tune_suite.compact(tmp_path / "logs", to, most=5)
     written = RecordStore(to)
     assert written.records == kept and written.bad_lines == 0
-    assert len(kept) == 6 and {r.template_hash for r in kept} == {now}
-    assert [r.median_us for r in kept if r.sizes == {"rows": 1}][:2] == [5.0, 11.0]
-    assert [r.median_us for r in kept if r.sizes == {"rows": 64}][:2] == [10.0, 11.0]
+    assert {r.template_hash for r in kept} == {now} and all(r.features is None for r in kept)
+    for rows, fastest in ((1, [5.0, 11.0, 12.0]), (64, [10.0, 11.0, 12.0])):
+        mine = [r for r in kept if r.sizes == {"rows": rows}]
+        assert [r.median_us for r in mine][:3] == fastest
+        assert len({r.candidate for r in mine}) == 5
+    assert tune_suite.compact(tmp_path / "logs", to, most=20) != kept
+    everything = tune_suite.compact(tmp_path / "logs", to, most=20)
+    assert [r.median_us for r in everything if r.knobs == {"bn": 0} and r.sizes["rows"] == 1] == [
+        10.0,
+        50.0,
+    ]
 
 
 def test_parse_leaves_the_command_line_alone() -> None:

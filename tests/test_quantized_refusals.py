@@ -76,13 +76,10 @@ def test_calibration_without_inputs(tmp_path) -> None:
 
 
 def test_constant_activations(tmp_path) -> None:
-    """One scale a tensor cannot be found on them; one scale a row can."""
     x = torch.full((8, 48), 0.25)
     static = {"activations": "static"}
     with pytest.raises(QuantizeError, match=r"'up.weight' is 0.25 everywhere .*real inputs"):
         build(Linear(), x, tmp_path, quantize=static, calibration=[x, x])
-    lib = build(Linear(), x, tmp_path, quantize="int8", calibration=[x, x])
-    assert lib.accuracy.ok and (lib(torch.zeros(2, 48)) == 0).all()
 
 
 def test_a_scheme_that_the_gpu_lacks(tmp_path) -> None:

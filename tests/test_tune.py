@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import fake_template as fake
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError, TuneError
-from tvmcap.kernel import measure, tuner
+from tvmcap.kernel import measure, records, tuner
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.tune import tune_module
@@ -70,7 +72,7 @@ class Spy:
 def test_trials_are_split_over_sizes_and_resumed(tmp_path: Path) -> None:
     spy = Spy()
     first = run(tmp_path, 8, progress=spy)
-    assert 0 < first.overhead_s < first.seconds and "s of it choosing" in str(first)
+    assert 0 < first.overhead_s < first.seconds and "s of it neither compiling" in str(first)
     assert first.trials == 8 and first.stopped == "trials" and not first.failures
     assert {r.name for r in first.results} == {"matmul[B=1]", "matmul[B=16]", "matmul[B=64]"}
     assert spy.calls[0] == ("start", 8) and spy.calls[-1] == ("finish",)
@@ -100,6 +102,73 @@ def test_a_first_batch_that_fails_whole_stops_with_its_cause(tmp_path: Path) -> 
         run(tmp_path, 40, fake.find_broken)
     assert "4 compile" in str(error.value)
     assert len(RecordStore(tmp_path).records) == 4
+    with pytest.raises(TuneError, match="4 compile"):  # tried again, for the cause may be mended
+        run(tmp_path, 40, fake.find_broken)
+
+
+def test_records_of_a_batch_are_on_disk_before_the_next_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, measured, batches = measure.Measurer.build, Spy(), list[tuple[int, int]]()
+
+    def watch(self: Any, candidates: Any, workloads: Any = ()) -> Any:
+        done = sum(call[0] == "update" for call in measured.calls)
+        batches.append((done, len(RecordStore(tmp_path).records)))
+        return build(self, candidates, workloads)
+
+    monkeypatch.setattr(measure.Measurer, "build", watch)
+    assert run(tmp_path, 12, progress=measured).trials == 12
+    assert {done for done, _ in batches} >= {0, 4, 8} and all(a <= b for a, b in batches)
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, written, after = records._append, list[bytes](), 5
+
+    def fill(path: Path, data: bytes) -> None:
+        if len(written) > after:  # the first of them wrote nothing
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(path, data)
+        written.append(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_append", fill)
+        with pytest.raises(RecordError, match=r"No space left on device.*log_dir="):
+            run(tmp_path, 12)
+    kept = [(r.candidate, r.sizes["rows"]) for r in RecordStore(tmp_path).records]
+    assert len(kept) == after
+    run(tmp_path, 4)
+    again = [(r.candidate, r.sizes["rows"]) for r in RecordStore(tmp_path).records]
+    assert again[:after] == kept and len(set(again[: after + 4])) == after + 4
+
+
+def test_no_compiler_is_a_named_error_and_no_candidate_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("CXX", raising=False)
+        patch.setenv("CC", "no-such-compiler")
+        with pytest.raises(TuneError, match=r"no-such-compiler.*install gcc or clang"):
+            run(tmp_path, 8)
+    assert RecordStore(tmp_path).records == []
+    assert run(tmp_path, 4).trials == 4
+
+
+def test_arguments_that_cannot_be_made_leave_out_one_size_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = measure.Worker.call
+
+    def no_memory(self: Any, request: Any, timeout_s: float) -> Any:
+        if request["op"] == "prepare" and [64, 32] in [a["shape"] for a in request["args"]]:
+            return {"error": {"cause": "prepare", "message": "MemoryError: out of memory"}}
+        return call(self, request, timeout_s)
+
+    monkeypatch.setattr(measure.Worker, "call", no_memory)
+    result = run(tmp_path, 12)
+    assert result.failures["reference"] >= 1 and set(result.failures) == {"reference"}
+    assert {r.sizes["rows"] for r in RecordStore(tmp_path).records} == {1, 16}
 
 
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
@@ -185,14 +254,16 @@ def test_kill_in_mid_tuning_keeps_the_records_and_leaves_no_workers(tmp_path: Pa
     while len(RecordStore(tmp_path).records) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
+    time.sleep(random.random())  # in whatever it does then
     workers = psutil.Process(process.pid).children(recursive=True)
+    seen = RecordStore(tmp_path).records
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert workers
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
     kept = len(RecordStore(tmp_path).records)
-    assert kept >= 2
+    assert kept >= 2 and RecordStore(tmp_path).records[: len(seen)] == seen
     assert run(tmp_path, 3).trials == 3
     measured = [(r.candidate, r.sizes["rows"]) for r in RecordStore(tmp_path).records[: kept + 3]]
     assert len(set(measured)) == kept + 3

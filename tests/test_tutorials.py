@@ -50,7 +50,11 @@ def test_tutorial_is_cells_of_prose_and_code(tutorial):
 def test_there_are_tutorials():
     names = [path.name for path in TUTORIALS]
     assert names[:2] == ["01_build_and_export.py", "02_tune_and_read_a_log.py"]
-    assert names[2:] == ["03_write_a_schedule_template.py", "05_quantize.py"]
+    assert names[2:] == [
+        "03_write_a_schedule_template.py",
+        "04_the_cost_model.py",
+        "05_quantize.py",
+    ]
 
 
 SUMS = {

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import tvmcap
 from tvmcap.base.codegen import make_target
+from tvmcap.base.config import Config
 from tvmcap.kernel import models
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.dataset import Group
+from tvmcap.kernel.records import RecordStore
+from tvmcap.kernel.stores import open_stores
+from tvmcap.kernel.template import source_hash
 from tvmcap.schedules import cpu_gemm
 
 
@@ -56,3 +63,68 @@ def test_the_choice_of_a_model_serves_and_is_named(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.as_tensor(chosen(x)), layer(x), atol=1e-5, rtol=1e-5)
     rule = tvmcap.build(layer, (x,), tune="none", **options)
     assert "cost model" not in rule.explain()
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, torch.Tensor, Path]:
+    """Return a layer, its input and a folder with a few measurements of it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    layer, x = Layer().eval(), torch.randn(24, 48)
+    run = tvmcap.tune(layer, (x,), trials=3, target="llvm", log_dir=str(folder), workers=1)
+    assert run.trials == 3 and not run.failures
+    return layer, x, folder
+
+
+def served(lib) -> dict:
+    (found,) = (s for s in lib.manifest.coverage if "cpu_gemm" in s["served_by"])
+    return found
+
+
+def test_an_exact_record_decides_before_the_model(tuned, tmp_path: Path) -> None:
+    layer, x, folder = tuned
+    logs = shutil.copytree(folder, tmp_path / "logs")
+    models.save(model_against_unrolling(), logs, "cpu_gemm", make_target("llvm"))
+    options = {"target": "llvm", "verify": False, "cache_dir": str(tmp_path / "cache")}
+    lib = tvmcap.build(layer, (x,), log_dir=str(logs), **options)
+    latest = {r.candidate: r for r in RecordStore(logs).records}
+    best = min(latest.values(), key=lambda r: r.median_us or np.inf)
+    assert served(lib)["tuned"] and served(lib)["ranges"] == {"any": best.candidate}
+    assert "cost model" not in lib.explain()
+    other = tvmcap.build(layer, (torch.randn(40, 48),), log_dir=str(logs), **options)
+    assert "the cost model's choice" in served(other)["reason"] and not served(other)["tuned"]
+
+
+@pytest.mark.parametrize(
+    "change, status",
+    [
+        ({"target": {"kind": "llvm", "arch": "z80"}}, "other_target"),
+        ({"tvm": "0.1"}, "other_tvm"),
+        ({"template_hash": "of another source"}, "stale_template"),
+        (None, "bad_lines"),
+    ],
+)
+def test_records_that_do_not_count_are_kept_and_leave_the_choice_to_others(
+    tuned, tmp_path: Path, change: dict | None, status: str
+) -> None:
+    layer, x, folder = tuned
+    store = RecordStore(tmp_path / "logs")
+    found = RecordStore(folder).records
+    if change is None:
+        store.folder.mkdir()
+        store.path.write_text("".join(r.to_line()[:-9] + "\n" for r in found))
+    else:
+        target = {**found[0].target, **change.get("target", {})}
+        store.append(dataclasses.replace(r, **{**change, "target": target}) for r in found)
+    before = store.path.read_bytes()
+    options = {"target": "llvm", "verify": False, "cache_dir": str(tmp_path / "cache")}
+    lib = tvmcap.build(layer, (x,), log_dir=str(store.folder), **options)
+    assert not served(lib)["tuned"] and "no record; the template's default" in lib.explain()
+    config, target = Config(log_dir=str(store.folder)), make_target("llvm")
+    counted = open_stores(config, target).stats(
+        target, {"cpu_gemm": source_hash(cpu_gemm.TEMPLATE)}
+    )
+    assert counted["status"][status] == len(found) and not counted["status"].get("ok")
+    if status == "stale_template":
+        run = tvmcap.tune(layer, (x,), trials=1, target="llvm", log_dir=str(store.folder))
+        assert run.trials == 1  # the default once more: nobody measured it here
+    assert store.path.read_bytes().startswith(before)

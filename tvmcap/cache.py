@@ -125,6 +125,24 @@ def status(folder: str | os.PathLike[str] | None = None) -> Status:
     return Status(path, len(entries), sum(size for _, size, _ in entries))
 
 
+def contents(folder: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """Count libraries and bytes by ``target`` ("damaged" for what is no library) and ``tvm``."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for path, size, _ in _entries(Path(folder if folder is not None else default_folder())):
+        try:
+            manifest = read_manifest(path, check=False)
+            arch = manifest.target.get("mcpu") or manifest.target.get("arch")
+            target = f"{manifest.target.get('kind')} {arch or ''}".strip()
+            held = (target, str(manifest.versions.get("tvm")))
+        except (LibraryError, OSError):
+            held = ("damaged", "")
+        found.setdefault(held, []).append(size)
+    return [
+        {"target": target, "tvm": tvm, "libraries": len(sizes), "bytes": sum(sizes)}
+        for (target, tvm), sizes in sorted(found.items())
+    ]
+
+
 def clear(folder: str | os.PathLike[str] | None = None) -> Status:
     """Remove every library; returns what was there."""
     return prune(0, folder)

@@ -120,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _building_verbs(verbs)
     _library_verbs(verbs)
+    _store_verbs(verbs)
     return parser
 
 
@@ -185,15 +186,41 @@ def _library_verbs(verbs: Any) -> None:
         help="of manifest, passes, kernels, accuracy, tir, tir:NAME, source, source:NAME",
     )
     show.add_argument("--accuracy", metavar="FILE", help=_ACCURACY_HELP)
-    report = _verb(verbs, "report", "what is in the tuning records", json=True)
-    report.add_argument("folder", nargs="?", help="default: the user's and the shipped records")
-    report.add_argument("--target", help=_OPTION_HELP["target"])
-    cache = _verb(verbs, "cache", "the compile cache", json=True)
-    cache.add_argument("action", choices=("status", "clear"))
-    cache.add_argument("--cache-dir", help=_OPTION_HELP["cache_dir"])
     doctor = _verb(verbs, "doctor", "what this machine has and lacks", json=True)
     doctor.add_argument("--log-dir", help=_OPTION_HELP["log_dir"])
     doctor.add_argument("--cache-dir", help=_OPTION_HELP["cache_dir"])
+
+
+def _store_verbs(verbs: Any) -> None:
+    report = _verb(verbs, "report", "what the tuning records hold, and how tuning went", json=True)
+    report.add_argument("folder", nargs="?", help="default: the user's and the shipped records")
+    report.add_argument(
+        "--target", help=_OPTION_HELP["target"] + "; of a FOLDER: what most records are of"
+    )
+    report.add_argument(
+        "-o", "--output", action="append", default=[], metavar="FILE",
+        help="write a page with figures (.html) or the figures (.png); may be given twice",
+    )  # fmt: skip
+    cache = _verb(verbs, "cache", "stores of tuning records, and the compile cache", json=True)
+    cache.add_argument(
+        "action",
+        choices=("status", "merge", "prune", "clear"),
+        help="status: what there is; merge: records of FOLDERs into one; prune: drop records that "
+        "no longer serve; clear: empty the compile cache",
+    )
+    cache.add_argument("folders", nargs="*", metavar="FOLDER", help="stores; default: yours")
+    cache.add_argument("--into", metavar="FOLDER", help="merge: where to")
+    cache.add_argument(
+        "--best", type=_from(1), metavar="N",
+        help="prune: how many of the fastest candidates to keep of each task and size",
+    )  # fmt: skip
+    cache.add_argument(
+        "--sample", type=_from(0), metavar="N",
+        help="prune: how many others to keep, for cost models to learn from",
+    )  # fmt: skip
+    cache.add_argument("--dry-run", action="store_true", help="prune: say it and do not do it")
+    cache.add_argument("--log-dir", help=_OPTION_HELP["log_dir"])
+    cache.add_argument("--cache-dir", help=_OPTION_HELP["cache_dir"])
 
 
 def _program(parser: argparse.ArgumentParser, what: str = "PROGRAM") -> None:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import AccuracyError, ConfigError, InputError
@@ -24,9 +19,9 @@ from tvmcap.program import (
     load_program,
     parse_sizes,
 )
-
-#: Columns of a table that goes to a file or a pipe.
-_WIDTH = 110
+from tvmcap.store_verbs import cache as cache
+from tvmcap.store_verbs import report as report
+from tvmcap.view.console import show, status, write, write_json
 
 
 def build(args: argparse.Namespace) -> int:
@@ -41,7 +36,7 @@ def build(args: argparse.Namespace) -> int:
             raise ConfigError("--accuracy says what quantization cost: give --quantize, too")
     try:
         # tuning shows its own progress, and a terminal has room for one
-        with contextlib.nullcontext() if isinstance(config.tune, int) else _status("building"):
+        with contextlib.nullcontext() if isinstance(config.tune, int) else status("building"):
             lib = run(program.fn, program.args, program.kwargs, config=config)
     except AccuracyError as e:
         if args.accuracy and e.report is not None:
@@ -52,14 +47,14 @@ def build(args: argparse.Namespace) -> int:
     if args.output:
         lib.export(args.output)
     if args.json:
-        _write_json({"output": args.output, **lib.manifest.to_json()})
+        write_json({"output": args.output, **lib.manifest.to_json()})
     else:
         from tvmcap.view.inspect import manifest_text
 
-        _write(manifest_text(lib.manifest))
+        write(manifest_text(lib.manifest))
         if lib.accuracy is not None:
-            _write(accuracy.text(lib.accuracy))
-        _write(f"written to {args.output}" if args.output else "not written: give -o FILE.so")
+            write(accuracy.text(lib.accuracy))
+        write(f"written to {args.output}" if args.output else "not written: give -o FILE.so")
     return EXIT_OK
 
 
@@ -71,14 +66,14 @@ def tune(args: argparse.Namespace) -> int:
 
     program, config = _read(args)
     result = run(program.fn, program.args, program.kwargs, trials=args.trials, config=config)
-    _write_json(asdict(result)) if args.json else _write(str(result))
+    write_json(asdict(result)) if args.json else write(str(result))
     return EXIT_OK
 
 
 def bench(args: argparse.Namespace) -> int:
     """Show the scoreboard."""
     from tvmcap import scoreboard
-    from tvmcap.view import report
+    from tvmcap.view import report as tables
 
     sizes = parse_sizes(args.sizes)
     if args.walk:
@@ -86,7 +81,7 @@ def bench(args: argparse.Namespace) -> int:
         if program.args is not None:
             dims = [d for axes in (config.dynamic or {}).values() for d in axes.values()]
             check_sizes(sizes, [d if isinstance(d, str) else d.name for d in dims])
-        with _status("building") as say:
+        with status("building") as say:
             rows = scoreboard.walk(
                 program.fn,
                 program.args or (),
@@ -96,15 +91,15 @@ def bench(args: argparse.Namespace) -> int:
                 progress=say,
             )
         data = [{"name": r.name, "score": r.score.to_json()} for r in rows]
-        _show(args, data, lambda: report.walk_table(rows))
+        show(args.json, data, lambda: tables.walk_table(rows))
         return EXIT_OK
     lib, reference = _library(args)
     check_sizes(sizes, _dims(lib))
-    with _status("measuring") as say:
+    with status("measuring") as say:
         score = scoreboard.score(
             lib, sizes, not args.no_baselines, say, reference=reference, cold=args.cold
         )
-    _show(args, score.to_json(), lambda: report.score_table(score))
+    show(args.json, score.to_json(), lambda: tables.score_table(score))
     return EXIT_OK
 
 
@@ -121,7 +116,7 @@ def verify(args: argparse.Namespace) -> int:
         )
     lib, reference = _library(args, verify=False)
     check_sizes(sizes, _dims(lib))
-    with _status("verifying") as say:
+    with status("verifying") as say:
         report = run(
             lib,
             reference=reference,
@@ -129,7 +124,7 @@ def verify(args: argparse.Namespace) -> int:
             sizes=[sizes] if sizes else None,
             progress=lambda i, n, name: say(f"verifying {i + 1} of {n}: {name}"),
         )
-    _show(args, report.to_json(), lambda: verify_table(report))
+    show(args.json, report.to_json(), lambda: verify_table(report))
     return EXIT_OK if report.ok else EXIT_FAILED
 
 
@@ -138,9 +133,9 @@ def bisect(args: argparse.Namespace) -> int:
     from tvmcap.bisect import bisect as run
 
     program, config = _read(args)
-    with _status("bisecting") as say:
+    with status("bisecting") as say:
         report = run(program.fn, program.args, program.kwargs, config=config, progress=say)
-    _write_json(report.to_json()) if args.json else _write(str(report))
+    write_json(report.to_json()) if args.json else write(str(report))
     return EXIT_OK if report.ok else EXIT_FAILED
 
 
@@ -150,7 +145,7 @@ def inspect(args: argparse.Namespace) -> int:
     parts = args.show.split(",") if args.show else ()
     if args.accuracy:
         lib.write_accuracy(args.accuracy)
-    _write_json(lib.manifest.to_json()) if args.json else _write(lib.inspect(*parts))
+    write_json(lib.manifest.to_json()) if args.json else write(lib.inspect(*parts))
     return EXIT_OK
 
 
@@ -171,42 +166,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save:
         arrays.write(args.save, outputs)
     rows = [arrays.describe(name, value) for name, value in outputs.items()]
-    _show(args, rows, lambda: dict_table(f"Outputs of {args.library}", rows))
-    return EXIT_OK
-
-
-def report(args: argparse.Namespace) -> int:
-    """Count the tuning records of a folder, and list the best of each task."""
-    from tvmcap.base.codegen import make_target
-    from tvmcap.kernel.records import RecordStore
-    from tvmcap.kernel.stores import Stores, open_stores
-    from tvmcap.view.records import record_rows, records_view
-
-    target = make_target(args.target)
-    if args.folder:
-        if not Path(args.folder).is_dir():
-            raise ConfigError(f"{args.folder}: no such folder of records")
-        store = RecordStore(Path(args.folder))
-        stores = Stores((store,), store)
-    else:
-        stores = open_stores(make_config(), target)
-    stats = stores.stats(target)
-    rows = record_rows(stores, target)
-    _show(args, {**stats, "best": rows}, lambda: records_view(stores, stats, rows))
-    return EXIT_OK
-
-
-def cache(args: argparse.Namespace) -> int:
-    """Count or remove the libraries of the compile cache."""
-    from tvmcap import cache as store
-    from tvmcap.view.report import bytes_text
-
-    folder = make_config(**({"cache_dir": args.cache_dir} if args.cache_dir else {})).cache_dir
-    status = store.clear(folder) if args.action == "clear" else store.status(folder)
-    data = {"folder": str(status.folder), "entries": status.entries, "bytes": status.bytes}
-    done = "removed " if args.action == "clear" else ""
-    line = f"{status.folder}: {done}{status.entries} libraries, {bytes_text(status.bytes)}"
-    _write_json(data) if args.json else _write(line)
+    show(args.json, rows, lambda: dict_table(f"Outputs of {args.library}", rows))
     return EXIT_OK
 
 
@@ -216,7 +176,7 @@ def doctor(args: argparse.Namespace) -> int:
     from tvmcap.view.report import findings_table
 
     findings = diagnose(args.log_dir, args.cache_dir)
-    _show(args, [f.to_json() for f in findings], lambda: findings_table(findings))
+    show(args.json, [f.to_json() for f in findings], lambda: findings_table(findings))
     return EXIT_FAILED if any(f.status == "error" for f in findings) else EXIT_OK
 
 
@@ -242,7 +202,7 @@ def _library(args: argparse.Namespace, **defaults: Any) -> tuple[Any, Any]:
     from tvmcap.build import build as run
 
     program, config = _read(args, **defaults)
-    with _status("building"):
+    with status("building"):
         lib = run(program.fn, program.args, program.kwargs, config=config)
     if getattr(lib, "executor", None) is None and args.verb != "inspect":
         raise InputError(f"tvmcap {args.verb} runs the library, and {lib.foreign}")
@@ -269,29 +229,3 @@ def _open(path: str, *, foreign: bool) -> Any:
         if not foreign:
             raise
         return Compiled(Path(path), read_manifest(path), None, str(e))
-
-
-@contextlib.contextmanager
-def _status(text: str) -> Iterator[Any]:
-    """Show what goes on, on a terminal; yields a function that changes the text."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda line: None
-        return
-    with console.status(text) as status:
-        yield lambda line: status.update(line)
-
-
-def _show(args: argparse.Namespace, data: Any, table: Any) -> None:
-    if args.json:
-        _write_json(data)
-    else:
-        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table())
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text.rstrip("\n") + "\n")
-
-
-def _write_json(data: Mapping[str, Any] | list[Any]) -> None:
-    _write(json.dumps(data, indent=2, default=str))

@@ -15,6 +15,7 @@ from tvm import relax, tirx
 from tvmcap.kernel.template import Template
 
 GOOD, SLOW, WRONG, CRASH, HANG, NO_LOWER, NO_COMPILE, RUN_CRASH = range(8)
+RUN_HANG, STRAY, SPOILS_INPUT, SPOILS_PROCESS = range(8, 12)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,23 @@ def lower(func: Any, problem: Problem, knobs: Knobs, target: Any) -> Any:
         )
     if knobs.mode == RUN_CRASH:
         lowered = _with_statement(lowered, tirx.Evaluate(tirx.call_extern("int32", "abort")))
+    if knobs.mode == RUN_HANG:
+        lowered = _with_statement(lowered, tirx.Evaluate(tirx.call_extern("int32", "pause")))
+    if knobs.mode == STRAY:  # past the end of the output
+        rows, width = func.params[2].shape
+        lowered = _with_statement(lowered, _overwrite(lowered, 2, (rows - 1, width - 1), 68))
+    if knobs.mode == SPOILS_INPUT:
+        lowered = _with_statement(lowered, _overwrite(lowered, 1, (0, 0), 4))
+    if knobs.mode == SPOILS_PROCESS:  # its own result is right, and the next request cannot be read
+        lowered = _with_statement(lowered, tirx.Evaluate(tirx.call_extern("int32", "close", 0)))
     return lowered
+
+
+def _overwrite(func: Any, param: int, at: tuple[Any, ...], count: int) -> Any:
+    """Zero some bytes from an element of an argument on, the element itself kept where it can."""
+    buffer = func.params[param]
+    start = tirx.address_of(tirx.BufferLoad(buffer, list(at)))
+    return tirx.Evaluate(tirx.call_extern("handle", "memset", start, 0, tirx.const(count, "int64")))
 
 
 def _with_statement(func: Any, statement: Any) -> Any:

@@ -130,3 +130,34 @@ def test_a_wrong_candidate_spares_the_next() -> None:
         results = list(measurer.measure(work, [good, other, good]))
     assert [r.cause for r in results] == [None, "wrong result", None]
     assert 1 < (results[0].median_us or 0) < 100 and results[0].samples >= 7
+
+
+@pytest.mark.parametrize("kind", [arrays.HostArrays, arrays.DeviceArrays])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_what_no_candidate_may_write_to_is_watched(kind, dtype: str) -> None:
+    import ctypes
+
+    import tvm
+
+    device = tvm.cpu(0) if kind is arrays.HostArrays else "cpu"
+    specs = [spec(dtype, 3, 5), spec(dtype, 7), spec(dtype, 0, 4)]
+    for argument, offset, said in (
+        (0, -1, "before the memory of argument 0"),
+        (1, 7, "after the memory of argument 1"),
+        (0, 4, "to the memory of argument 0"),
+        (1, 4, None),  # the output
+    ):
+        data = kind(specs, 3, device)
+        first, second = data.sets(2, [1])
+        assert first[1].shape == (7,) and str(first[1].dtype) == dtype
+        data.unharmed(first)
+        at = torch.from_dlpack(first[argument])
+        address = at.data_ptr() + offset * at.element_size()
+        byte = ctypes.c_uint8.from_address(address)
+        byte.value ^= 0x41
+        data.unharmed(second)
+        if said is None:
+            data.unharmed(first)
+            continue
+        with pytest.raises(arrays.HarmError, match=said):
+            data.unharmed(first)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +90,28 @@ def test_what_is_no_model_is_refused(saved: Path) -> None:
             models.load(saved, hopper.TEMPLATE, TARGET)
 
 
+def test_any_damage_to_a_model_is_refused_and_ends_no_process(model, saved: Path) -> None:
+    """XGBoost itself aborts on much of it."""
+    good, rng = saved.read_bytes(), np.random.default_rng()
+    for i in range(16):
+        at = int(rng.integers(len(good) - 2))
+        changed = bytearray(good)
+        changed[at] ^= 1 << int(rng.integers(7))
+        saved.write_bytes(good[:at] if i % 2 else bytes(changed))
+        try:
+            back = models.load(saved, hopper.TEMPLATE, TARGET)
+        except RecordError as e:
+            assert len(str(e)) < 1000
+        else:  # in what is said of the model, not in the model
+            np.testing.assert_array_equal(margins(back), margins(model))
+    data = json.loads(good)
+    data["version"] = "moon"
+    saved.write_text(json.dumps(data))
+    with pytest.raises(RecordError, match="no cost model") as error:
+        models.load(saved, hopper.TEMPLATE, TARGET)
+    assert len(str(error.value)) < 1000
+
+
 def test_nothing_learnt_is_nothing_to_save(tmp_path: Path) -> None:
     empty = models.train([], hopper.TEMPLATE, TARGET)
     with pytest.raises(RecordError, match="learnt nothing"):
@@ -98,8 +122,24 @@ def test_nothing_learnt_is_nothing_to_save(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_an_error(model, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="cannot write"):
+    with pytest.raises(RecordError, match="not saved"):
         models.save(model, tmp_path / "file", "hopper_gemm", TARGET)
+
+
+def test_a_full_disk_keeps_the_model_that_was_there(
+    model, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = saved.read_bytes()
+    write = Path.write_text
+
+    def fill(self: Path, text: str) -> int:
+        write(self, text[:1000])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(RecordError, match="No space left"):
+        models.save(model, saved.parent, "hopper_gemm", TARGET)
+    assert saved.read_bytes() == before and len(list(saved.parent.iterdir())) == 1
 
 
 def stores_of(*folders: Path) -> Stores:

@@ -73,6 +73,13 @@ def test_samples_are_of_whole_turns_through_the_sets(run: Any, us: float, sets: 
     assert len(found) == 30 or sum(found) * runtime.graph >= 2e4  # microseconds
 
 
+@pytest.mark.parametrize(("us", "hot"), [(10.0, False), (1500.0, True), (90.0, True)])
+def test_heavy_calls_are_timed_once_the_clocks_have_settled(run: Any, us: float, hot: bool) -> None:
+    runtime, found = run(us, 2)
+    before = runtime.now - sum(found) * runtime.graph  # microseconds
+    assert (before >= 6e4) == hot and before <= 12e4
+
+
 def test_a_slow_candidate_gets_few_samples(run: Any) -> None:
     runtime, found = run(5000.0, 6, limit=20.0)
     assert len(found) == 3 and runtime.graph == 2

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import time
 
 import fake_template as fake
 import numpy as np
 import pytest
 
+from tvmcap.base import codegen
 from tvmcap.base.errors import TuneError
-from tvmcap.kernel import check, measure, tasks
+from tvmcap.kernel import check, measure, process, runner, tasks, worker
 
 TARGET = fake.target()
 
@@ -53,6 +56,141 @@ def test_failures_have_causes_and_spare_the_others(
     assert results[3].error == {"cause": "lower", "message": "ValueError: tile does not divide"}
     assert "cp_async" in (results[4].message or "")
     assert "SIGABRT" in (results[5].message or "")
+
+
+def measured(measurer: measure.Measurer, task: tasks.Task, *knobs: fake.Knobs) -> list:
+    work = measure.Workload(task, {"B": 21}, seed=5)
+    return list(measurer.measure(work, [candidate(task, k) for k in knobs]))
+
+
+def test_a_candidate_that_writes_where_it_should_not_is_named_and_harms_no_other(
+    task: tasks.Task, measurer: measure.Measurer
+) -> None:
+    modes = (fake.GOOD, fake.STRAY, fake.SPOILS_INPUT, fake.GOOD)
+    first, stray, spoils, last = measured(measurer, task, *(fake.Knobs(4, m) for m in modes))
+    assert first.cause is None and last.cause is None, last.message
+    assert stray.cause == spoils.cause == "memory corruption"
+    assert "after the memory of argument 2" in stray.message
+    assert "to the memory of argument 1" in spoils.message
+
+
+def test_a_process_left_in_ruins_is_not_the_next_ones_fault(
+    task: tasks.Task, measurer: measure.Measurer
+) -> None:
+    """The first leaves a process that cannot read a request: the next one in it would crash."""
+    spoiler, good = fake.Knobs(4, fake.SPOILS_PROCESS), fake.Knobs(8)
+    results = measured(measurer, task, spoiler, good, spoiler, good)
+    assert [r.cause for r in results] == [None] * 4
+    measured(measurer, task, spoiler)
+    other = measure.Workload(task, {"B": 22}, seed=6)
+    assert measurer.reference(other)  # neither is it the fault of the next task's reference
+
+
+def test_a_run_that_hangs_is_killed_after_a_limit_from_the_first_batch(
+    task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_LEAST_S", 0.5)
+    asked = []
+
+    class Spy(runner.Runner):
+        def _call(self, request, timeout_s):
+            if request["op"] == "run":
+                asked.append(timeout_s)
+            return super()._call(request, timeout_s)
+
+    monkeypatch.setattr(runner, "Runner", Spy)
+    with measure.Measurer(TARGET, workers=1, time_s=0.02, run_timeout_s=50) as m:
+        failed = measured(m, task, fake.Knobs(4, fake.WRONG))
+        first = measured(m, task, fake.Knobs(4), fake.Knobs(8))
+        hung, last = measured(m, task, fake.Knobs(8, fake.RUN_HANG), fake.Knobs(8))
+    assert failed[0].cause == "wrong result" and not any(r.cause for r in (*first, last))
+    assert hung.cause == "run timeout" and "killed after" in hung.message
+    # a batch without a right candidate tells nothing
+    assert asked[:3] == [50, 50, 50] and 0.5 <= asked[3] < 50 and set(asked[3:]) == {asked[3]}
+
+
+def test_the_limit_follows_the_slowest_and_has_a_floor() -> None:
+    assert runner.time_limit([0.01, 0.02]) == runner._LEAST_S
+    assert runner.time_limit([0.2, 7.0]) == 70.0
+
+
+def test_a_reply_that_is_none_is_a_crash(tmp_path) -> None:
+    for reply in ("garbage", "[1]", '{"us":'):
+        command = ("sh", "-c", f"read line; echo '{reply}'; sleep 60")
+        worker = measure.Worker(command, dict(os.environ), tmp_path)
+        found = worker.call({"op": "run"}, 20)
+        assert found["error"]["cause"] == "run crash" and worker.pid is None
+
+
+def test_times_that_none_can_have_are_a_failure() -> None:
+    for us in (None, "5", [5.0, -1.0], [float("nan")], [0.0], [float("inf")]):
+        assert runner._measurement({"us": us}).cause == "timing"
+    assert runner._measurement({"us": [3.0, 1.0, 2.0]}).median_us == 2.0
+
+
+@pytest.mark.parametrize("where", ["CC", "PATH"])
+def test_without_a_compiler_tuning_stops_and_blames_no_candidate(
+    task: tasks.Task, tmp_path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(where, str(tmp_path / "no-such-compiler"))
+    with measure.Measurer(TARGET, workers=1, time_s=0) as m:
+        with pytest.raises(TuneError, match="install gcc or clang"):
+            m.build([candidate(task, fake.Knobs(4))])
+        assert m._built == {}
+
+
+def test_without_room_tuning_stops_and_blames_no_candidate(
+    task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.strerror(errno.ENOSPC)
+    reply = {"error": {"cause": "compile", "message": f"ld: final link failed: {full}"}}
+    monkeypatch.setattr(measure.Worker, "call", lambda *_: reply)
+    with measure.Measurer(TARGET, workers=1, time_s=0) as m:
+        with pytest.raises(TuneError, match=full):
+            m.build([candidate(task, fake.Knobs(4))])
+        assert m._built == {}
+
+
+def test_a_crash_on_a_full_disk_blames_no_candidate(
+    task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = fake.Knobs(4, fake.CRASH)
+    with measure.Measurer(TARGET, workers=1, time_s=0) as m:
+        assert m.build([candidate(task, knobs)])[0]["error"]["cause"] == "build crash"
+        usage = shutil.disk_usage(m._folder)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        m._built.clear()
+        with pytest.raises(TuneError, match="0 MiB left"):
+            m.build([candidate(task, knobs)])
+        assert m._built == {}
+
+
+def test_without_nvcc_a_build_blames_no_candidate(
+    task: tasks.Task, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codegen, "find_nvcc", lambda: None)
+    request = measure._request(candidate(task, fake.Knobs(4)))
+    target = measure.target_json(codegen.make_target({"kind": "cuda", "arch": "sm_90a"}))
+    reply = worker.build({**request, "target": target, "path": str(tmp_path / "kernel.so")})
+    assert reply["error"]["message"].startswith("ToolchainError: building for cuda needs nvcc")
+    assert process.of_machine(reply, tmp_path)
+
+
+def test_no_folder_for_files_is_a_named_error(
+    tmp_path, task: tasks.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with measure.Measurer(TARGET, workers=1, time_s=0) as m:
+        monkeypatch.setattr("tempfile.mkstemp", full)
+        with pytest.raises(TuneError, match="set TMPDIR"):
+            m.build([candidate(task, fake.Knobs(4))])
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(TuneError, match="set TMPDIR"):
+        measure.Measurer(TARGET)
 
 
 def test_one_library_serves_all_sizes(task: tasks.Task, measurer: measure.Measurer) -> None:

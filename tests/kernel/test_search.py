@@ -15,6 +15,7 @@ from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement
+from tvmcap.kernel.records import digest
 from tvmcap.kernel.stores import open_stores
 
 TARGET = fake.target()
@@ -82,6 +83,33 @@ def test_same_seed_same_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         session = wide_session(own, seed)
         runs.append([play(session, own, 8) for _ in range(2)])
     assert runs[0] == runs[1] != runs[2]
+
+
+def loop_batches(folder: Path, seed: int) -> list[list[str]]:
+    """Candidates of three batches of evolution, whose made-up times follow from the candidates."""
+    own = open_stores(Config(log_dir=str(folder)), TARGET)
+    (task,) = tasks.extract(fake.module(), TARGET, lambda f, t: None)
+    session = LoopNestSession(task, {"B": 16}, TARGET, own, seed)
+    batches = []
+    for _ in range(3):
+        proposals = session.propose(12)
+        names = [p.candidate.name for p in proposals]
+        times = [10.0 + int(digest(name)[:4], 16) / 6553.6 for name in names]
+        results = [Measurement(us, us, us, 5) for us in times]
+        own.append([session.record(p, r) for p, r in zip(proposals, results, strict=True)])
+        session.notify(proposals, results)
+        batches.append(names)
+    return batches
+
+
+def test_same_seed_and_same_times_same_loop_nests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "user"))
+    first = loop_batches(tmp_path / "a", 3)
+    np.random.random(7)  # what others draw makes no difference
+    assert first == loop_batches(tmp_path / "b", 3)
+    assert first != loop_batches(tmp_path / "c", 4)
 
 
 def test_resume_skips_what_is_recorded(stores) -> None:

@@ -21,14 +21,15 @@ MODELS = sorted(FOLDER.glob("*/*.model.json"))
 STORES = [RecordStore(path.parent) for path in sorted(FOLDER.glob("*/records.jsonl"))]
 REFRESH = (
     "a template's source has changed since its records were measured, so build no longer uses "
-    "them: on the GPU of the records run benchmarks/tune_suite.py capture, tune and compact"
+    "them: on the GPU of the records measure again with benchmarks/cost_model_data.py and "
+    "tune_suite.py, which picks what ships"
 )
 
 
 @pytest.mark.parametrize("store", STORES, ids=lambda s: s.folder.name)
 def test_shipped_records_are_whole_and_small(store: RecordStore) -> None:
     assert store.bad_lines == 0 and store.records
-    assert store.path.stat().st_size < 2_000_000
+    assert store.path.stat().st_size < 8_000_000
     for record in store.records:
         assert record.target["kind"] == store.folder.name
         assert record.error is None and record.median_us is not None and record.median_us > 0

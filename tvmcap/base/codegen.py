@@ -210,6 +210,20 @@ def find_cudart() -> Path | None:
     return Path(found[0]) if found else None
 
 
+def require_linker() -> str:
+    """Return the C compiler that links libraries, or raise ToolchainError that says what to do."""
+    from tvm.support.cc import get_cc
+
+    compiler = get_cc()
+    if compiler is None or shutil.which(compiler) is None:
+        raise ToolchainError(
+            f"expected a C compiler to link the library with, got {compiler!r}: install gcc or "
+            "clang, or set CC "
+            "to one (tvmcap doctor checks it)"
+        )
+    return str(compiler)
+
+
 def require_nvcc() -> Path:
     """Return nvcc, or raise ToolchainError that says how to get it."""
     nvcc = find_nvcc()

@@ -12,9 +12,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import tvm
+
 from tvmcap.kernel import check
 
 _CHUNK = 1 << 23
+_GUARD, _UNTOUCHED = 4096, 0xA5
+"""Bytes before and after each argument that no candidate may write to, and what they hold."""
+
+
+class HarmError(Exception):
+    """A candidate wrote where it should not."""
 
 
 class HostArrays:
@@ -25,10 +34,40 @@ class HostArrays:
         self.inputs = check.random_inputs(args, seed)
         self.nbytes = sum(int(x.nbytes) for x in self.inputs)
         self.expected: dict[int, Any] = {}
+        self._memory: list[tuple[list[Any], list[Any]]] = []  # of each set
+        self._written: frozenset[int] = frozenset()
 
     def sets(self, count: int, written: Sequence[int]) -> list[list[Any]]:
         """Return ``count`` copies of the arguments, all as they were drawn."""
-        return [check.to_device(self.inputs, self.device) for _ in range(count)]
+        self._written, self._memory = frozenset(written), []
+        if self.device != tvm.cpu(0):
+            return [check.to_device(self.inputs, self.device) for _ in range(count)]
+        sets = []
+        for _ in range(count):
+            pairs = [self._guarded(values) for values in self.inputs]
+            sets.append([tensor for tensor, _ in pairs])
+            self._memory.append((sets[-1], [memory for _, memory in pairs]))
+        return sets
+
+    def _guarded(self, values: Any) -> tuple[Any, Any]:
+        """Return a tensor of TVM's own memory, and that memory with the guards around it."""
+        size = int(values.nbytes)
+        memory = np.from_dlpack(tvm.runtime.empty((size + 2 * _GUARD,), "uint8", self.device))
+        memory[:] = _UNTOUCHED
+        if not size:
+            return tvm.runtime.tensor(values, self.device), memory
+        inner = memory[_GUARD:-_GUARD]
+        inner[:] = _bytes(values)
+        return tvm.runtime.from_dlpack(inner)._create_view(values.shape, str(values.dtype)), memory
+
+    def unharmed(self, tensors: Sequence[Any]) -> None:
+        """Raise HarmError where more of one of the ``sets`` was written than may be."""
+        for memory in (memory for known, memory in self._memory if known is tensors):
+            for i, (whole, values) in enumerate(zip(memory, self.inputs, strict=True)):
+                _require(i, (whole[:_GUARD] == _UNTOUCHED).all(), "before")
+                _require(i, (whole[-_GUARD:] == _UNTOUCHED).all(), "after")
+                inner = whole[_GUARD:-_GUARD]
+                _require(i, i in self._written or np.array_equal(inner, _bytes(values)), "to")
 
     def expect(self, outputs: dict[int, Any]) -> None:
         """Set what the outputs should be, as numpy arrays by argument."""
@@ -60,6 +99,8 @@ class DeviceArrays:
         self.expected: dict[int, tuple[Any, float]] = {}
         self._copies: list[list[Any]] = []
         self._views: list[list[Any]] = []  # the same memory as TVM's tensors
+        self._memory: list[list[Any]] = []  # that memory and what is around it
+        self._written: frozenset[int] = frozenset()
 
     def _draw(self, arg: dict[str, Any], make: Any, device: str) -> Any:
         torch, shape = self.torch, tuple(arg["shape"])
@@ -77,8 +118,11 @@ class DeviceArrays:
     def sets(self, count: int, written: Sequence[int]) -> list[list[Any]]:
         """Return ``count`` copies of the arguments, those of ``written`` as they were drawn."""
         from_dlpack = importlib.import_module("tvm_ffi").from_dlpack
+        self._written = frozenset(written)
         while len(self._copies) < count:
-            self._copies.append([t.clone() for t in self.drawn])
+            pairs = [self._guarded(t) for t in self.drawn]
+            self._copies.append([tensor for tensor, _ in pairs])
+            self._memory.append([memory for _, memory in pairs])
             self._views.append([from_dlpack(t) for t in self._copies[-1]])
         for copy in self._copies[:count]:
             for i in written:
@@ -86,6 +130,27 @@ class DeviceArrays:
         if self.device == "cuda":
             self.torch.cuda.synchronize()
         return self._views[:count]
+
+    def _guarded(self, drawn: Any) -> tuple[Any, Any]:
+        """Return a copy of a tensor, and its memory with the guards around it."""
+        torch, size = self.torch, drawn.numel() * drawn.element_size()
+        whole = torch.full((size + 2 * _GUARD,), _UNTOUCHED, dtype=torch.uint8, device=drawn.device)
+        copy = whole[_GUARD:-_GUARD].view(drawn.dtype).view(drawn.shape)
+        return copy.copy_(drawn), whole
+
+    def unharmed(self, tensors: Sequence[Any]) -> None:
+        """Raise HarmError where more of one of the ``sets`` was written than may be."""
+        (at,) = (i for i, v in enumerate(self._views) if v is tensors)
+        where, flags = list[tuple[int, str]](), []
+        for i, (whole, drawn) in enumerate(zip(self._memory[at], self.drawn, strict=True)):
+            where += [(i, "before"), (i, "after")]
+            flags += [(whole[:_GUARD] == _UNTOUCHED).all(), (whole[-_GUARD:] == _UNTOUCHED).all()]
+            if i not in self._written:
+                where.append((i, "to"))
+                inner = drawn.reshape(-1).view(self.torch.uint8)
+                flags.append((whole[_GUARD:-_GUARD] == inner).all())
+        for (i, place), ok in zip(where, self.torch.stack(flags).tolist(), strict=True):
+            _require(i, ok, place)
 
     def expect(self, outputs: dict[int, Any]) -> None:
         """Set what the outputs should be, as numpy arrays by argument."""
@@ -129,6 +194,15 @@ class DeviceArrays:
         worst = torch.where(expected.isfinite() & got.isfinite(), error, 0.0).max()
         found = torch.stack([nans.double(), infinities.double(), worst.double()]).tolist()
         return bool(found[0]), bool(found[1]), float(found[2])
+
+
+def _bytes(values: Any) -> Any:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+
+def _require(argument: int, ok: Any, where: str) -> None:
+    if not ok:
+        raise HarmError(f"it wrote {where} the memory of argument {argument}, which it may not")
 
 
 Arrays = HostArrays | DeviceArrays

@@ -10,6 +10,8 @@ from typing import Any
 
 import tvm
 
+from tvmcap.base.codegen import make_target
+
 _EXACT = ("kind", "arch", "features", "cores")
 _IF_KNOWN = ("name", "units")
 
@@ -24,8 +26,10 @@ def fingerprint(target: Any) -> dict[str, Any]:
 
     Keys: kind, arch (mcpu or sm), features (mattr, sorted), cores (threads a CPU kernel may use;
     None on a GPU), and, None where this machine is not the target: name (of the CPU or card), units
-    (SMs), memory_gib.
+    (SMs), memory_gib. A fingerprint itself, as a record holds it, is returned as it is.
     """
+    if isinstance(target, Mapping):
+        return dict(target)
     attrs = {str(k): v for k, v in target.attrs.items()}
     kind = str(target.kind.name)
     is_cpu = kind == "llvm"
@@ -39,6 +43,15 @@ def fingerprint(target: Any) -> dict[str, Any]:
     }
     found = _cpu(arch) if is_cpu else _gpu(kind)
     return {**base, **found}
+
+
+def target_of(recorded: Mapping[str, Any]) -> Any:
+    """Return TVM's Target that a fingerprint is of; raises ConfigError where TVM knows it not."""
+    if recorded.get("kind") != "llvm":
+        return make_target({"kind": recorded.get("kind"), "arch": recorded.get("arch")})
+    features = {"mattr": recorded["features"]} if recorded.get("features") else {}
+    cpu = {"mcpu": recorded.get("arch"), "num-cores": recorded.get("cores")}
+    return make_target({"kind": "llvm", **cpu, **features})
 
 
 def same_target(recorded: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:

@@ -29,8 +29,7 @@ def expected_gain(scores: Any, times_us: Any, left: Any) -> float:
     if len(left) == 0:
         return 0.0
     x, y = np.asarray(scores, np.float64), np.log(np.asarray(times_us, np.float64))
-    spread = x.var()
-    slope = min(float(np.mean((x - x.mean()) * (y - y.mean()))) / spread, 0.0) if spread else 0.0
+    slope = falling(x, y)
     rest = y - y.mean() - slope * (x - x.mean())
     deviation = max(float(np.sqrt((rest**2).sum() / (len(y) - 2))), 1e-9)
     ahead = y.min() - (y.mean() + slope * (np.asarray(left, np.float64) - x.mean()))
@@ -38,6 +37,12 @@ def expected_gain(scores: Any, times_us: Any, left: Any) -> float:
     below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
     density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
     return float((ahead * below + deviation * density).sum())
+
+
+def falling(x: Any, y: Any) -> float:
+    """Return the slope of the line that fits ``y`` best over ``x``; 0 where it would rise."""
+    spread = x.var()
+    return min(float(np.mean((x - x.mean()) * (y - y.mean()))) / spread, 0.0) if spread else 0.0
 
 
 def noise(spreads: Sequence[tuple[float, float, float]]) -> float:

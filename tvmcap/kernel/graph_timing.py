@@ -14,6 +14,9 @@ import tvm_ffi
 _NON_BLOCKING, _RELAXED = 1, 2
 _FEWEST_CALLS, _MOST_CALLS, _GRAPH_US = 4, 64, 300.0
 _FEWEST, _SAMPLES, _WARM_S = 7, 30, 0.005
+#: Calls this long load the whole GPU, which lowers its clocks after some tens of milliseconds to
+#: keep within its power: without the wait, the first candidate looks faster than the later ones.
+_HEAVY_US, _HOT_S = 80.0, 0.06
 #: What one call costs the host at most, where nothing hides it.
 _HOST_US = 50.0
 
@@ -42,7 +45,8 @@ def time_graph(
     """Sample microseconds a call, calls rotating through ``sets``.
 
     Samples follow one another at once, so that the host's part of a launch is hidden; the clocks
-    get some milliseconds to rise first. Fewer samples where a call is far slower than ``limit_us``.
+    get some milliseconds to settle first. Fewer samples where a call is far slower than
+    ``limit_us``.
     Raises CudaError where the function cannot be captured.
     """
     cuda = _Runtime()
@@ -84,7 +88,8 @@ def time_graph(
         cuda("cudaGraphInstantiate", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
         once = sample(1)[0]
         if not slow:
-            sample(_count(_WARM_S, once, 1))
+            for count in _warming(once, once / calls):
+                sample(count)
         count = 3 if slow else _count(time_s, once, _FEWEST)
         return [us / calls for us in sample(count)]
     finally:
@@ -101,6 +106,13 @@ def _calls(once_us: float, sets: int) -> int:
     """Calls of a graph: whole turns through the sets, enough of them for the clock."""
     wanted = max(_FEWEST_CALLS, min(_MOST_CALLS, math.ceil(_GRAPH_US / max(once_us, 1e-3))))
     return -(-wanted // sets) * sets
+
+
+def _warming(replay_us: float, call_us: float) -> list[int]:
+    """Replays to make before any that counts, in parts that have events enough."""
+    seconds = _HOT_S if call_us >= _HEAVY_US else _WARM_S
+    left = max(1, math.ceil(seconds / max(replay_us * 1e-6, 1e-6)))
+    return [min(_SAMPLES, left - at) for at in range(0, left, _SAMPLES)]
 
 
 def _count(seconds: float, once_us: float, fewest: int) -> int:

@@ -25,7 +25,7 @@ from tvmcap.kernel.candidates import Candidate as Candidate
 from tvmcap.kernel.candidates import Measurement as Measurement
 from tvmcap.kernel.candidates import Workload as Workload
 from tvmcap.kernel.process import Worker
-from tvmcap.kernel.runner import Runner, failed, open_runners
+from tvmcap.kernel.runner import Runner, WorkloadError, failed, open_runners, time_limit
 
 log = logging.getLogger("tvmcap")
 
@@ -42,7 +42,12 @@ class Measurer:
     workers: processes that build at the same time; by default one a core.
     time_s: seconds of timing a candidate gets; by default 0.15 on a CPU and 0.03 on a GPU, whose
         times spread little; 0 checks without timing.
-    build_timeout_s, run_timeout_s: when a build or a run is given up.
+    build_timeout_s, run_timeout_s: when a build is given up, and a run of the first batch; later
+        ones as ``runner.time_limit`` says.
+
+    Raises
+    ------
+    TuneError: there is no such device, or no room for files.
     """
 
     def __init__(
@@ -59,7 +64,10 @@ class Measurer:
         self.time_s = _TIME_S[self.device] if time_s is None else time_s
         self.build_timeout_s = build_timeout_s
         self.run_timeout_s = _RUN_TIMEOUT_S[self.device] if run_timeout_s is None else run_timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="tvmcap-tune-"))
+        except OSError as e:
+            raise TuneError(f"no folder for what tuning compiles: {e}; set TMPDIR to one") from e
         self.runners = open_runners(
             target, self.device, self._folder, self.time_s, self.run_timeout_s
         )
@@ -71,6 +79,7 @@ class Measurer:
         self._target_json = target_json(target)
         self._built: dict[str, dict[str, Any]] = {}
         self._references: dict[str, str] = {}
+        self._limits_s: dict[str, float] = {}
         self._numbers = itertools.count()  # of files: threads share it
         environment = process.environment(target)
         building = process.command(self.device, builds=True)
@@ -137,15 +146,22 @@ class Measurer:
         """Build a batch, then yield one measurement a candidate, in order, as soon as it is made.
 
         Candidates far slower than ``limit_us`` get fewer timings. ``runner`` is the device's, by
-        default the first.
+        default the first. The first batch of a workload with a right candidate decides how long
+        runs of later ones may take.
         """
         runner = runner or self.runners[0]
         outputs = self.reference(workload, runner)
+        limit_s, taken = self._limits_s.get(outputs), list[float]()
         for candidate, result in zip(candidates, self.build(candidates), strict=True):
             if "error" in result:
                 yield failed(result)
-            else:
-                yield runner.run(workload, candidate, result["path"], outputs, limit_us)
+                continue
+            found = runner.run(workload, candidate, result["path"], outputs, limit_us, limit_s)
+            if found.cause is None:
+                taken.append(runner.took_s)
+            yield found
+        if taken:
+            self._limits_s.setdefault(outputs, time_limit(taken))
 
     def build(
         self, candidates: Sequence[Candidate], workloads: Sequence[Workload] = ()
@@ -153,7 +169,8 @@ class Measurer:
         """Build in parallel what was not built before; return the workers' replies in order.
 
         Candidates of several workloads, and what gives the workloads' references, may be built at
-        once, ahead of ``measure``.
+        once, ahead of ``measure``. Raises TuneError where this machine cannot build: a compiler,
+        memory or room on disk is missing.
         """
         requests = {self._key(w): self._plain_request(w) for w in workloads if self._is_new(w)}
         requests |= {c.name: _request(c) for c in candidates if c.name not in self._built}
@@ -165,7 +182,14 @@ class Measurer:
                     name, request = queue.pop()
                 except IndexError:
                     return
-                self._built[name] = self._build_one(worker, request)
+                reply = self._build_one(worker, request)
+                if process.of_machine(reply, self._folder):
+                    free = shutil.disk_usage(self._folder).free >> 20
+                    raise TuneError(
+                        f"this machine cannot compile candidates (the disk of {self._folder} has "
+                        f"{free} MiB left; TMPDIR names another): {reply['error']['message']}"
+                    )
+                self._built[name] = reply
             if worker.served > _BUILDS_A_WORKER:
                 worker.stop()
 
@@ -198,7 +222,7 @@ class Measurer:
     def reference(self, workload: Workload, runner: Runner | None = None) -> str:
         """Compute the unscheduled function on the workload's inputs, once; return the file.
 
-        Raises TuneError where that fails.
+        Raises WorkloadError where that fails.
         """
         key = self._key(workload)
         if key not in self._references:
@@ -209,7 +233,7 @@ class Measurer:
                 runner = runner or self.runners[0]
                 reply = runner.reference(workload, built["path"], path)
             if "error" in reply:
-                raise TuneError(
+                raise WorkloadError(
                     f"the unscheduled kernel {workload.task.name} at {workload.sizes} cannot be "
                     f"computed, so nothing can be checked against it: {reply['error']['cause']}\n"
                     f"{reply['error']['message']}"

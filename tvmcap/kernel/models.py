@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base.errors import RecordError
+from tvmcap.base.errors import LibraryError, RecordError
+from tvmcap.base.manifest import write_atomically
 from tvmcap.kernel import dataset
 from tvmcap.kernel.cost_model import OBJECTIVES, RankModel
 from tvmcap.kernel.fingerprint import fingerprint, same_target
@@ -88,13 +89,12 @@ def save(model: RankModel, folder: Path, name: str, target: Any) -> Path:
         "sum": _sum(data),
     }
     data["learner"]["attributes"] = {_ATTRIBUTE: canonical(about)}
-    path, part = folder / (name + SUFFIX), folder / f"{name}.part.json"
+    path, text = folder / (name + SUFFIX), json.dumps(data, separators=(",", ":")) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(data, separators=(",", ":")) + "\n")
-        part.replace(path)
-    except OSError as e:
-        raise RecordError(f"cannot write the model {path}: {e.strerror or e}") from e
+        write_atomically(path, lambda part: part.write_text(text))
+    except (LibraryError, OSError) as e:
+        raise RecordError(f"the model is not saved: {e}") from e
     return path
 
 
@@ -129,7 +129,7 @@ def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
         if objective not in OBJECTIVES or width != len(features):
             raise ValueError(f"an objective {objective!r} on {width} columns")
     except (OSError, ValueError, LookupError, TypeError, RecursionError, XGBoostError) as e:
-        first = (str(e).splitlines() or [""])[0]
+        first = (str(e).splitlines() or [""])[0][:200]  # XGBoost's has the whole file
         raise RecordError(
             f"{path} is no cost model ({type(e).__name__}: {first}); train it again"
         ) from e

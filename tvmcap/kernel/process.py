@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base import codegen
+from tvmcap.base.errors import TuneError
 from tvmcap.kernel import registry
+
+_ROOM = 1 << 20  # bytes that a candidate and its compiler need at least
 
 
 @dataclass(eq=False)
@@ -40,9 +45,21 @@ class Worker:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process where it does not run."""
         if self._process is None or self._process.poll() is not None:
-            handle, name = tempfile.mkstemp(suffix=".stderr", dir=self.folder)
-            self._errors = Path(name)
-            self._process = subprocess.Popen(
+            try:
+                self._process = self._started()
+            except OSError as e:
+                raise TuneError(
+                    f"cannot start a process to tune with: {e}; make room in {self.folder.parent} "
+                    "or set TMPDIR to a folder with room, then tune again"
+                ) from e
+            self.served = 0
+        return self._process
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        handle, name = tempfile.mkstemp(suffix=".stderr", dir=self.folder)
+        self._errors = Path(name)
+        try:
+            return subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -50,9 +67,8 @@ class Worker:
                 env=self.environment,
                 start_new_session=True,
             )
+        finally:
             os.close(handle)
-            self.served = 0
-        return self._process
 
     def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and return the reply; a crash or a time-out is a reply with an error."""
@@ -73,9 +89,9 @@ class Worker:
             return {
                 "error": {"cause": f"{what} timeout", "message": f"killed after {timeout_s:g} s"}
             }
-        if not line.endswith(b"\n"):
+        reply = _parse(line)
+        if reply is None:
             return {"error": {"cause": f"{what} crash", "message": self._last_words(process)}}
-        reply: dict[str, Any] = json.loads(line)
         return reply
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
@@ -110,6 +126,26 @@ class Worker:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self._process = None
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return a reply; None for what a candidate may have left of one."""
+    try:
+        reply = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return reply if isinstance(reply, dict) else None
+
+
+def of_machine(reply: Mapping[str, Any], folder: Path) -> bool:
+    """Whether it is no candidate that failed: a compiler, memory or room in ``folder`` is missing.
+
+    A compiler that finds no room may say so or just crash.
+    """
+    if "error" not in reply:
+        return False
+    said = os.strerror(errno.ENOSPC) in reply["error"]["message"]
+    return bool(reply.get("machine")) or said or shutil.disk_usage(folder).free < _ROOM
 
 
 def _read_line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,15 @@ log = logging.getLogger("tvmcap")
 
 FILE_NAME = "records.jsonl"
 _LOCK_TIMEOUT_S = 30.0
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("kind", "workload_hash", "tvm", "date"), (str,)),
+    **dict.fromkeys(("workload", "sizes", "target"), (dict,)),
+    **dict.fromkeys(("template", "template_hash"), (str, type(None))),
+    **dict.fromkeys(("knobs", "error"), (dict, type(None))),
+    **dict.fromkeys(("trace", "features"), (list, type(None))),
+    **dict.fromkeys(("median_us", "p10_us", "p90_us"), (float, int, type(None))),
+    **dict.fromkeys(("samples", "seed"), (int,)),
+}
 
 
 def canonical(data: Any) -> str:
@@ -89,6 +101,10 @@ class Record:
         """The task this record belongs to."""
         return TaskKey(self.kind, self.workload_hash, self.template, self.template_hash)
 
+    def is_of(self, key: TaskKey) -> bool:
+        """Whether the record is one of a task; quick, for a run asks it of thousands."""
+        return self.workload_hash == key.workload_hash and self.key == key
+
     @property
     def candidate(self) -> str:
         """Canonical text of the knobs or the trace: equal for equal candidates."""
@@ -107,12 +123,24 @@ class Record:
             checksum = data.pop("sum")
             if digest(data) != checksum:
                 raise ValueError("checksum differs")
-            record = Record(**data)
-            if record.kind not in ("template", "trace"):
-                raise ValueError(f"unknown kind {record.kind!r}")
-            return record
+            _check(data)
+            return Record(**data)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as e:
             raise ValueError(f"not a record: {e!r}") from e
+
+
+def _check(data: dict[str, Any]) -> None:
+    """Raise ValueError for values that no measurement has, whoever wrote them down."""
+    wrong = [n for n, types in _TYPES.items() if n in data and not isinstance(data[n], types)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {data[wrong[0]]!r}")
+    if data["kind"] not in ("template", "trace"):
+        raise ValueError(f"unknown kind {data['kind']!r}")
+    if data["knobs" if data["kind"] == "template" else "trace"] is None:
+        raise ValueError("no candidate")
+    times = [data[n] for n in ("median_us", "p10_us", "p90_us") if data[n] is not None]
+    if not all(math.isfinite(us) and us > 0 for us in times):
+        raise ValueError(f"times {times}")
 
 
 @dataclass
@@ -130,6 +158,7 @@ class RecordStore:
     records: list[Record] = field(default_factory=list)
     bad_lines: int = 0
     _offset: int = 0
+    _inode: int | None = None
 
     def __post_init__(self) -> None:
         """Read what is there; a folder that does not exist is an empty store."""
@@ -142,9 +171,13 @@ class RecordStore:
         return self.folder / FILE_NAME
 
     def refresh(self) -> None:
-        """Read the complete lines appended since the last call."""
+        """Read the complete lines appended since the last call; all where the file is another."""
         try:
             with self.path.open("rb") as f:
+                found = os.fstat(f.fileno())
+                if self._inode not in (None, found.st_ino) or found.st_size < self._offset:
+                    self.records, self.bad_lines, self._offset = [], 0, 0
+                self._inode = found.st_ino
                 f.seek(self._offset)
                 data = f.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -168,29 +201,88 @@ class RecordStore:
         self.append([])
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write records at the end as whole lines, and sync them to disk."""
-        text = "".join(record.to_line() + "\n" for record in records).encode()
+        """Write records at the end as whole lines, and sync them to disk.
+
+        Raises RecordError where that fails; what was in the file is then all that is in it.
+        """
+        with self.locked():
+            self._add(records)
+        self.refresh()
+
+    def append_missing(self, records: Iterable[Record]) -> int:
+        """Append the records that are not here yet, each once; return how many those are."""
+        with self.locked():
+            self.refresh()
+            known = {record.to_line() for record in self.records}
+            lines = {record.to_line(): record for record in records}
+            missing = [record for line, record in lines.items() if line not in known]
+            self._add(missing)
+        self.refresh()
+        return len(missing)
+
+    def replace(self, data: bytes) -> None:
+        """Put ``data`` in place of all lines, whole or not at all; the caller holds the lock."""
+        path = self.path.resolve()
+        part = path.with_name(path.name + ".part")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (
-                FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S),
-                self.path.open("ab+") as f,
-            ):
-                f.seek(0, os.SEEK_END)
-                if f.tell():
-                    f.seek(-1, os.SEEK_END)
-                    if f.read(1) != b"\n" and text:
-                        text = b"\n" + text
-                f.write(text)
+            with part.open("wb") as f:
+                f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
+            shutil.copymode(path, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        self.refresh()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other writers out; raises RecordError where the folder cannot be written to."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / (FILE_NAME + ".lock"), timeout=_LOCK_TIMEOUT_S):
+                yield
         except Timeout as e:
             raise RecordError(
-                f"{self.folder} has been locked by another tuner for {_LOCK_TIMEOUT_S:.0f} s"
+                f"{self.folder} has been locked by another tuner for {_LOCK_TIMEOUT_S:.0f} s; "
+                "wait for it, or give log_dir= another folder"
             ) from e
         except OSError as e:
             raise RecordError(
                 f"cannot write tuning records to {self.folder}: {e.strerror or e}; "
-                "give log_dir= a folder you can write"
+                "give log_dir= a folder that you may write to, on a disk with room"
             ) from e
-        self.refresh()
+
+    def _add(self, records: Iterable[Record]) -> None:
+        data = "".join(record.to_line() + "\n" for record in records).encode()
+        new = not self.path.exists()
+        _append(self.path, data)
+        if new:
+            _sync_folder(self.folder)
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Write at the end of a file and sync it; whole or not at all, as far as this can be undone."""
+    with path.open("ab+", buffering=0) as f:
+        end = f.seek(0, os.SEEK_END)
+        if end and data:
+            f.seek(-1, os.SEEK_END)
+            data = data if f.read(1) == b"\n" else b"\n" + data
+        try:
+            while data:
+                data = data[f.write(data) :]
+            os.fsync(f.fileno())
+        except OSError:
+            with suppress(OSError):
+                f.truncate(end)
+            raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync the name of a new file, where the system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -47,7 +47,8 @@ class TuneRun:
     results: one a task and size.
     trials: candidates measured; ``failures`` counts those that failed, by cause.
     seconds: duration; ``log``: the file of records.
-    overhead_s: seconds of it in which the search chose and learnt.
+    overhead_s: seconds of it outside compiling and measuring: the search opened, chose, learnt and
+        wrote records.
     curve: (trials so far, task, its best microseconds), one a batch.
     stopped: ``"trials"``, ``"budget"``, ``"exhausted"`` (nothing left to try), ``"converged"``
         (what is left should gain less than the noise of a measurement) or ``"interrupted"``.
@@ -82,9 +83,9 @@ class TuneRun:
             lines.append(f"{r.name:{width}}  {times}  {gain:>6}  {r.trials:6}")
         failed = ", ".join(f"{n} {cause}" for cause, n in sorted(self.failures.items())) or "none"
         spent = (
-            f"{self.trials} trials in {self.seconds:.0f} s, {self.overhead_s:.1f} s of it choosing "
+            f"{self.trials} trials in {self.seconds:.0f} s, {self.overhead_s:.1f} s of it neither "
+            f"compiling nor measuring (stopped: {self.stopped})"
         )
-        spent += f"(stopped: {self.stopped})"
         lines.append(f"{spent}; failures: {failed}")
         lines.append(f"records: {self.log}")
         return "\n".join(lines)

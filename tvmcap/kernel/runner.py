@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import tvm
 
+from tvmcap.base.errors import TuneError
 from tvmcap.kernel import process, tasks
 from tvmcap.kernel.candidates import Candidate, Measurement, Workload
 from tvmcap.kernel.process import Worker
 
 _REFERENCE_TIMEOUT_S = 300.0
+_LEAST_S, _SLOWER = 3.0, 10.0
+"""After its first batch a run of a workload may take so many times what the slowest right one of
+that batch took, and so many seconds at least: a load by others on the machine is no failure."""
+
+
+class WorkloadError(TuneError):
+    """A workload cannot be measured: it has no arguments, or nothing to check against."""
 
 
 class Runner:
     """Measures one candidate after another.
+
+    A candidate may leave the process in ruins without failing itself. So what ends in a crash, a
+    time-out or a broken device where another candidate ran before is run again in a new process.
 
     Parameters
     ----------
     worker: the process; it sees one device.
     device: the device's name for TVM, such as "cuda".
     time_s: seconds of timing a candidate gets; 0 checks without timing.
-    timeout_s: when a run is given up.
+    timeout_s: when a run is given up, unless more is known of its workload.
     """
 
     def __init__(self, worker: Worker, device: str, time_s: float, timeout_s: float) -> None:
         self.worker, self.device = worker, device
         self.time_s, self.timeout_s = time_s, timeout_s
         self.stopped = False
+        self.took_s = 0.0  # the last run
         self._prepared: tuple[int | None, str] | None = None
+        self._used: int | None = None  # the process in which a candidate ran last
 
     def stop(self) -> None:
         """End the process; what is being measured in another thread ends in CancelledError."""
@@ -42,8 +57,8 @@ class Runner:
 
     def reference(self, workload: Workload, library: str, outputs: str) -> dict[str, Any]:
         """Compute the unscheduled function of ``library`` into the file ``outputs``."""
-        request = {**self._inputs(workload, outputs), "library": library}
-        return self._call({**request, "op": "reference"}, _REFERENCE_TIMEOUT_S)
+        request = {**self._inputs(workload, outputs), "library": library, "op": "reference"}
+        return self._unspoilt(lambda: self._call(request, _REFERENCE_TIMEOUT_S))
 
     def run(
         self,
@@ -52,24 +67,35 @@ class Runner:
         library: str,
         outputs: str,
         limit_us: float | None,
+        timeout_s: float | None = None,
     ) -> Measurement:
-        """Check a candidate's library against the file of outputs, then time it."""
+        """Check a candidate's library against the file of outputs, then time it.
+
+        Raises WorkloadError where not even the arguments can be made.
+        """
         inputs = self._inputs(workload, outputs)
-        reply = self._prepare(inputs)
-        if reply is None:
-            numbers = [] if candidate.bound else _numbers(workload)
-            more = {"numbers": numbers, "path": library, "time_s": self.time_s}
-            request = {**inputs, **more, "limit_us": limit_us, "op": "run"}
-            reply = self._call(request, self.timeout_s)
+        numbers = [] if candidate.bound else _numbers(workload)
+        more = {"numbers": numbers, "path": library, "time_s": self.time_s}
+        request = {**inputs, **more, "limit_us": limit_us, "op": "run"}
+
+        def attempt() -> dict[str, Any]:
+            self._prepare(inputs)
+            start = time.monotonic()
+            reply = self._call(request, timeout_s or self.timeout_s)
+            self.took_s = time.monotonic() - start
             if reply.get("broken"):
                 self.worker.stop()
-        if "error" in reply:
-            return failed(reply)
-        us = sorted(reply["us"])
-        if not us:
-            return Measurement()
-        rank = (len(us) - 1) / 10
-        return Measurement(statistics.median(us), us[round(rank)], us[round(9 * rank)], len(us))
+            return reply
+
+        reply = self._unspoilt(attempt)
+        self._used = self.worker.pid
+        return failed(reply) if "error" in reply else _measurement(reply)
+
+    def _unspoilt(self, attempt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the reply, that of a new process where an earlier candidate may have failed it."""
+        shared = self._used is not None and self._used == self.worker.pid
+        reply = attempt()
+        return attempt() if shared and "error" in reply and self.worker.pid is None else reply
 
     def _call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         reply = {} if self.stopped else self.worker.call(request, timeout_s)
@@ -87,14 +113,17 @@ class Runner:
             "outputs": outputs,
         }
 
-    def _prepare(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
-        """Have the process make a workload's arguments where it has not; return a failure."""
+    def _prepare(self, inputs: dict[str, Any]) -> None:
+        """Have the process make a workload's arguments where it has not."""
         if self._prepared != (self.worker.pid, inputs["outputs"]):
-            reply = self._call({**inputs, "op": "prepare"}, _REFERENCE_TIMEOUT_S)
+            request = {**inputs, "op": "prepare"}
+            reply = self._unspoilt(lambda: self._call(request, _REFERENCE_TIMEOUT_S))
             if "error" in reply:
-                return reply
+                error = reply["error"]
+                raise WorkloadError(
+                    f"no arguments to measure with: {error['cause']}\n{error['message']}"
+                )
             self._prepared = (self.worker.pid, inputs["outputs"])
-        return None
 
 
 def open_runners(
@@ -115,6 +144,22 @@ def open_runners(
         worker = Worker(process.command(device), {**environment, **alone}, folder)
         runners.append(Runner(worker, device, time_s, timeout_s))
     return runners
+
+
+def time_limit(first_s: Sequence[float]) -> float:
+    """Return the seconds that a run may take, from those of the first batch's right ones."""
+    return max(_LEAST_S, _SLOWER * max(first_s))
+
+
+def _measurement(reply: Mapping[str, Any]) -> Measurement:
+    us = reply.get("us")
+    if not isinstance(us, list) or not all(isinstance(t, float) and 0 < t < math.inf for t in us):
+        return Measurement(cause="timing", message=f"no times but {us!r}")
+    if not us:
+        return Measurement()
+    us = sorted(us)
+    rank = (len(us) - 1) / 10
+    return Measurement(statistics.median(us), us[round(rank)], us[round(9 * rank)], len(us))
 
 
 def failed(reply: Mapping[str, Any]) -> Measurement:

@@ -7,6 +7,7 @@ MetaSchedule's own rules and evolution.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from tvmcap.kernel.measure import Candidate, Measurement, Workload
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
-from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
+from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics, no_tensor_intrinsics
 from tvmcap.kernel.traces import apply_trace as apply_trace
 
 _quiet = logging.getLogger("tvmcap.metaschedule")
@@ -52,7 +53,9 @@ class Session:
         self.workload = Workload(task, sizes, seed)
         self.record_sizes = task.record_sizes(sizes)
         history = stores.history(task.key, target, self.record_sizes)
-        self.done = {record.candidate for record in history}
+        # where everything failed, it is the machine that was at fault, and may be mended by now
+        mended = all(record.error is not None for record in history)
+        self.done = set[str]() if mended else {record.candidate for record in history}
         self.bound = tasks.bind(task, sizes)
         shown = ", ".join(f"{name}={value}" for name, value in sizes.items())
         self.name = f"{task.name}[{shown}]" if shown else task.name
@@ -121,18 +124,22 @@ def _runner_result(result: Measurement) -> Any:
 
 def new_context(func: Any, target: Any, name: str, seed: int, space: Any, strategy: Any) -> Any:
     """Return a TuneContext; ``space`` is MetaSchedule's generator, None for a template."""
-    import_tensor_intrinsics()
-    if space is None:
+    needed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if space is not None:
+        import_tensor_intrinsics()
+    else:
+        needed = no_tensor_intrinsics()
         space = ms.space_generator.ScheduleFn(
             lambda sch: sch, sch_rules=[], postprocs=[], mutator_probs={}
         )
-    return ms.TuneContext(
-        tvm.IRModule({"main": func.with_attr("global_symbol", "main")}),
-        target=target,
-        space_generator=space,
-        search_strategy=strategy,
-        task_name=name,
-        logger=_quiet,
-        rand_state=seed % (2**31 - 2) + 1,
-        num_threads=1,
-    )
+    with needed:
+        return ms.TuneContext(
+            tvm.IRModule({"main": func.with_attr("global_symbol", "main")}),
+            target=target,
+            space_generator=space,
+            search_strategy=strategy,
+            task_name=name,
+            logger=_quiet,
+            rand_state=seed % (2**31 - 2) + 1,
+            num_threads=1,
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base.config import Config
+from tvmcap.base.errors import ConfigError
 from tvmcap.kernel.fingerprint import fingerprint, same_target, tvm_version
 from tvmcap.kernel.records import FILE_NAME, Record, RecordStore, TaskKey, canonical
 
@@ -40,7 +41,7 @@ class Stores:
             record
             for store in self.stores
             for record in store.records
-            if (key is None or record.key == key)
+            if (key is None or record.is_of(key))
             and record.tvm == tvm_version()
             and same_target(record.target, mine)
         ]
@@ -56,7 +57,7 @@ class Stores:
         latest: dict[str, Record] = {}
         for store in reversed(self.stores):
             for record in store.records:
-                if record.key == key and record.sizes == dict(sizes):
+                if record.is_of(key) and record.sizes == dict(sizes):
                     latest[record.candidate] = record
         usable = set(map(id, self.history(key, target, sizes)))
         good = [
@@ -86,7 +87,7 @@ class Stores:
         """
         mine, status, causes = fingerprint(target), Counter[str](), Counter[str]()
         for record in (r for store in self.stores for r in store.records):
-            name = _status(record, mine, template_hashes or {})
+            name = state(record, mine, template_hashes or {})
             status[name] += 1
             if name == "failed" and record.error is not None:
                 causes[record.error["cause"]] += 1
@@ -94,7 +95,8 @@ class Stores:
         return {"status": dict(status), "causes": dict(causes)}
 
 
-def _status(record: Record, mine: Mapping[str, Any], hashes: Mapping[str, str]) -> str:
+def state(record: Record, mine: Mapping[str, Any], hashes: Mapping[str, str]) -> str:
+    """Say whether a record counts: a status of ``Stores.stats``."""
     if not same_target(record.target, mine):
         return "other_target"
     if record.tvm != tvm_version():
@@ -116,14 +118,41 @@ def folders(config: Config, kind: str) -> tuple[Sequence[Path], Path]:
     return [*mine, user, SHIPPED / kind], (mine or [user])[0]
 
 
-def stale_shipped() -> tuple[int, int]:
-    """Count the records that ship for templates, and those of other source than today's."""
+def template_hashes() -> dict[str, str]:
+    """Return the source hash of each template that ships or is registered, as the code is now."""
+    from tvmcap.kernel.registry import registered
     from tvmcap.kernel.template import source_hash
     from tvmcap.schedules import TEMPLATES
 
-    hashes = {template.name: source_hash(template) for template in TEMPLATES}
+    return {template.name: source_hash(template) for template in (*TEMPLATES, *registered())}
+
+
+def stale_shipped() -> tuple[int, int]:
+    """Count the records that ship for templates, and those of other source than today's."""
+    hashes = template_hashes()
     found = [r for path in SHIPPED.glob("*") for r in RecordStore(path).records if r.template]
     return len(found), sum(r.template_hash != hashes.get(str(r.template)) for r in found)
+
+
+def known_folders(config: Config) -> list[Path]:
+    """Return every folder that builds read records from, of whatever target, where it exists."""
+    from platformdirs import user_data_path
+
+    mine = [Path(config.log_dir).expanduser()] if config.log_dir else []
+    user = sorted((user_data_path("tvmcap") / "tuning_logs").glob("*"))
+    shipped = sorted(SHIPPED.glob("*"))
+    return [f for f in [*mine, *user, *shipped] if (f / FILE_NAME).is_file()]
+
+
+def open_store(folder: Path) -> RecordStore:
+    """Open the store of a folder that must be one; raises ConfigError where it is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder of records")
+    if not (folder / FILE_NAME).is_file():
+        found = sorted(path.parent.name for path in folder.glob(f"*/{FILE_NAME}"))
+        hint = f"its folders {', '.join(found)} are stores" if found else "tvmcap tune writes it"
+        raise ConfigError(f"{folder} is no store of records: it has no {FILE_NAME} ({hint})")
+    return RecordStore(folder)
 
 
 def open_stores(config: Config, target: Any) -> Stores:

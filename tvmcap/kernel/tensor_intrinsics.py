@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from tvmcap.base.codegen import compute_capability
@@ -47,6 +50,19 @@ def import_tensor_intrinsics() -> None:
         _register_bfloat16()
     finally:
         inspect.stack = original
+
+
+@contextlib.contextmanager
+def no_tensor_intrinsics() -> Iterator[None]:
+    """Let a TuneContext without MetaSchedule's rules do without them, which saves seconds."""
+    absent = _TVM not in sys.modules
+    if absent:
+        sys.modules[_TVM] = ModuleType(_TVM)
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules[_TVM]
 
 
 def _register_bfloat16() -> None:

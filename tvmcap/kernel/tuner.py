@@ -22,7 +22,7 @@ from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
-from tvmcap.kernel.runner import Runner
+from tvmcap.kernel.runner import Runner, WorkloadError
 from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
@@ -68,7 +68,7 @@ class Run:
     curve: list[tuple[int, str, float]] = field(default_factory=list)
     trials: int = 0
     stopped: str = "exhausted"
-    unmeasured: TuneError | None = None
+    unmeasured: WorkloadError | None = None
     overhead_s: float = 0.0
     start: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what devices share
@@ -89,7 +89,7 @@ class Run:
             self.progress.start(self.limit)
         try:
             with interruptible(), Measurer(self.target, workers=self.config.workers) as measurer:
-                self.entries = self.open(measurer, found, sizes)
+                self.entries = self._think(self.open, measurer, found, sizes)
                 while entries := self._next(measurer.workers):
                     self._round(measurer, entries)
                 measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
@@ -194,21 +194,23 @@ class Run:
     ) -> list[list[Measurement]]:
         """Measure batches of different sessions on all devices; the records are on disk then.
 
-        A session without a reference to check against gives no measurements.
+        A session without arguments, or a reference to check against, gives no measurements.
         """
         results: list[list[Measurement]] = [[] for _ in batches]
 
         def work(runner: Runner, i: int) -> None:
             entry, proposals = batches[i]
-            if self._has_reference(measurer, entry, runner):
-                limit_us = _median(entry.session.best())
+            limit_us = _median(entry.session.best())
+            try:
                 results[i] = self._measure(measurer, entry, proposals, limit_us, runner)
+            except WorkloadError as e:
+                self._leave_out(entry, e)
 
         measurer.spread(work, range(len(batches)))
         return results
 
     def _think(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Run a step of the search, and count its time as neither building nor measuring."""
+        """Run what neither builds nor measures, and count its time."""
         start = time.monotonic()
         found = step(*args)
         self.overhead_s += time.monotonic() - start
@@ -228,16 +230,12 @@ class Run:
             raise TuneError(all_failed(entry.session.name, results))
         self._note(entry, before)
 
-    def _has_reference(self, measurer: Measurer, entry: Entry, runner: Runner) -> bool:
-        """Whether there is something to check against; a kernel without is left out of the run."""
-        try:
-            measurer.reference(entry.session.workload, runner)
-            return True
-        except TuneError as e:
+    def _leave_out(self, entry: Entry, error: WorkloadError) -> None:
+        """Go on without a kernel that has no arguments or nothing to check against."""
+        with self._lock:
             self.failures["reference"] += 1
-            logger.warning("%s", e)
-            entry.exhausted, self.unmeasured = True, e
-            return False
+            entry.exhausted, self.unmeasured = True, error
+        logger.warning("%s", error)
 
     def _measure(
         self,
@@ -253,12 +251,13 @@ class Run:
         measured = measurer.measure(entry.session.workload, candidates, limit_us, runner)
         for proposal, result in zip(proposals, measured, strict=True):
             with self._lock:
-                self._keep(entry, entry.session.record(proposal, result), result)
+                self._think(self._keep, entry, proposal, result)
             results.append(result)
         return results
 
-    def _keep(self, entry: Entry, record: Record, result: Measurement) -> None:
+    def _keep(self, entry: Entry, proposal: Proposal, result: Measurement) -> None:
         """Write a record, count it and show it."""
+        record = entry.session.record(proposal, result)
         self.stores.append([record])
         entry.trials += 1
         self.trials += 1
@@ -299,7 +298,10 @@ class Run:
                 break
             candidates = [p.candidate for p in again]
             measured = measurer.measure(session.workload, candidates, best.median_us, runner)
-            records = [session.record(p, r) for p, r in zip(again, measured, strict=True)]
+            try:
+                records = [session.record(p, r) for p, r in zip(again, measured, strict=True)]
+            except WorkloadError as e:
+                return self._leave_out(entry, e)
             with self._lock:
                 self.stores.append(records)
             confirmed |= {r.candidate for r in records}

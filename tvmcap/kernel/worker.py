@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base import codegen
+from tvmcap.base.errors import ToolchainError
 
 if "--without-torch" in sys.argv:
     # tvm_ffi imports torch where it can, which costs seconds a start
@@ -51,6 +52,7 @@ def compile_to(func: Any, target: Any, path: str) -> None:
     """Compile a PrimFunc into a shared library whose one function is ``main``."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     pipeline = tir_pipeline.register() if "s_tir" in func.attrs else "tirx"
+    codegen.require_linker()
     if target.kind.name == "cuda":
         codegen.use_nvcc()
     with target:
@@ -139,6 +141,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             # an earlier candidate may have written where it should not
             _kept[request["device"]].drop(_key(request))
             sets, wrong = _checked(main, request)
+    except arrays.HarmError as e:
+        return _harm(e)
     except Exception as e:
         return _failure("run", e) | _broken(request["device"])
     if wrong is not None:
@@ -152,6 +156,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     try:
         us = time_graph(main, calls, device, request["time_s"], request["limit_us"])
         wrong = _arrays(request).mismatch(sets[-1])
+        _arrays(request).unharmed(sets[-1])
+    except arrays.HarmError as e:
+        return _harm(e)
     except CudaError as e:
         return _failure("timing", e) | _broken("cuda")
     if wrong is not None:
@@ -166,7 +173,12 @@ def _checked(main: Any, request: dict[str, Any]) -> tuple[list[list[Any]], str |
     sets = data.sets(number if request["time_s"] else 1, request["written"])
     main(*_with_numbers(sets[0], request["numbers"]))
     tvm.device(request["device"], 0).sync()
+    data.unharmed(sets[0])
     return sets, data.mismatch(sets[0])
+
+
+def _harm(error: arrays.HarmError) -> dict[str, Any]:
+    return {"error": {"cause": "memory corruption", "message": str(error)}, "broken": True}
 
 
 def _broken(name: str) -> dict[str, bool]:
@@ -211,7 +223,9 @@ def _time(
 
 def _failure(cause: str, error: Exception) -> dict[str, Any]:
     text = str(error).strip() or repr(error)
-    return {"error": {"cause": cause, "message": f"{type(error).__name__}: {text}"[:4000]}}
+    reply: dict[str, Any] = {"error": {"cause": cause}}
+    reply["error"]["message"] = f"{type(error).__name__}: {text}"[:4000]
+    return reply | ({"machine": True} if isinstance(error, ToolchainError | MemoryError) else {})
 
 
 def _die_with_parent() -> None:

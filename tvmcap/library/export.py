@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base.errors import BuildError, LibraryError, ToolchainError
+from tvmcap.base import codegen
+from tvmcap.base.errors import BuildError, LibraryError
 from tvmcap.base.manifest import (
     Manifest,
     Weights,
@@ -54,15 +55,7 @@ def weights_path(path: Path) -> Path:
 
 
 def _link(executable: Any, path: Path) -> None:
-    from tvm.support.cc import get_cc
-
-    compiler = get_cc()
-    if compiler is None or shutil.which(compiler) is None:
-        raise ToolchainError(
-            f"expected a C compiler to link the library with, got {compiler!r}: install gcc or "
-            "clang, or set CC "
-            "to one (tvmcap doctor checks it)"
-        )
+    compiler = codegen.require_linker()
     try:
         executable.export_library(str(path))
     except Exception as e:

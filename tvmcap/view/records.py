@@ -8,7 +8,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tvmcap.kernel.fingerprint import fingerprint
+from tvmcap.kernel.records import TaskKey
 from tvmcap.kernel.stores import Stores
+from tvmcap.kernel.upkeep import target_text
 from tvmcap.view.report import dict_table
 
 
@@ -23,7 +26,7 @@ def record_rows(stores: Stores, target: Any) -> list[dict[str, Any]]:
         rows.append(
             {
                 "task": key.workload_hash,
-                "what": _workload_text(records[0]),
+                "what": workload_text(key, records[0].workload),
                 "space": key.template or "loop nest",
                 "sizes": " ".join(f"{k}={v}" for k, v in sizes) or "static",
                 "trials": len(records),
@@ -35,21 +38,21 @@ def record_rows(stores: Stores, target: Any) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: (r["task"], r["sizes"]))
 
 
-def _workload_text(record: Any) -> str:
+def workload_text(key: TaskKey, workload: Mapping[str, Any]) -> str:
     """Name what a template computes; a loop nest is known by its hash alone."""
-    if record.kind != "template":
+    if key.kind != "template":
         return ""
-    shown = (k for k in ("rows", "n", "k") if isinstance(record.workload.get(k), int))
-    kinds = dict.fromkeys(record.workload.get("dtypes", ()))
-    name = str(record.workload.get("op", record.template))
-    return " ".join([name, *(f"{k}={record.workload[k]}" for k in shown), *kinds])
+    shown = (k for k in ("rows", "n", "k", "columns") if isinstance(workload.get(k), int))
+    kinds = dict.fromkeys(map(str, workload.get("dtypes", ())))
+    name = str(workload.get("op", key.template))
+    return " ".join([name, *(f"{k}={workload[k]}" for k in shown), *kinds])
 
 
 def records_view(
-    stores: Stores, stats: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    stores: Stores, target: Any, stats: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     """Show where the records are, how many of each status, and the best of each task."""
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [Text(f"target: {target_text(fingerprint(target))}")]
     for store in stores.stores:
         parts.append(
             Text(f"{store.path}: {len(store.records)} records, {store.bad_lines} bad lines")
