@@ -23,22 +23,21 @@ from tvmcap.base.codegen import make_target
 from tvmcap.base.config import Config
 from tvmcap.base.errors import AccuracyError, QuantizeError
 from tvmcap.base.numerics import to_numpy
-from tvmcap.base.quantization import MAX_K, Quantize
+from tvmcap.base.quantization import Quantize
 from tvmcap.base.ranges import Range, Ranges, Samples
 from tvmcap.capture.export import Captured
-from tvmcap.graph.quantize import Layer, Plan, layers, quantize
+from tvmcap.graph.layers import Layer, layers
+from tvmcap.graph.quantize import Plan, quantize
 from tvmcap.library import plain, weights
 from tvmcap.verify import calibrate, samples
 from tvmcap.verify.accuracy import LayerNoise, Noise, report, require_finite
 from tvmcap.verify.check import example_leaves
+from tvmcap.verify.plans import check_target, choose, make_plans, smoothed
 from tvmcap.view import accuracy
 
 log = logging.getLogger("tvmcap")
 
 Leaves = Sequence[torch.Tensor]
-
-#: CUDA architectures before this one have no conversion from and to e4m3.
-_FP8_SINCE = 89
 
 
 class Quantizer:
@@ -154,7 +153,7 @@ class Quantizer:
         """Return the range of each chosen layer's input over the inputs ``seen``."""
 
         def observe(smooth: Mapping[str, Sequence[float]]) -> dict[str, Range]:
-            observers = {x.name: calibrate.Observer(x.name, self.options) for x in chosen}
+            observers = {x.name: self._observer(x) for x in chosen}
             for number, leaves in enumerate(seen):
                 inputs = before(leaves)[-2 * len(found) :: 2]
                 for layer, x in zip(found, inputs, strict=True):
@@ -169,6 +168,10 @@ class Quantizer:
         smooth = smoothed(chosen, self.options, ranges)
         clips = observe(smooth)
         return {name: replace(r, clip=clips[name].clip) for name, r in ranges.items()}
+
+    def _observer(self, layer: Layer) -> calibrate.Observer:
+        options = self.options if layer.conv is None else replace(self.options, smooth=None)
+        return calibrate.Observer(layer.name, options)
 
     def _measure(
         self,
@@ -199,16 +202,16 @@ class Quantizer:
         return [(i, o) for i, o in outputs if o.dtype.startswith(("float", "bfloat"))]
 
     def _name_of(self, weight: Any) -> str | None:
-        """Find the frozen tensor that a weight [K, N] is, as it is or transposed."""
+        """Find the frozen tensor that a weight is, as it is or, of a product [K, N], transposed."""
         wide, same = np.asarray(weight, np.float32), partial(np.array_equal, equal_nan=True)
         for name, tensor in self.captured.weights.items():
-            if tensor.ndim != 2 or not tensor.is_floating_point():
+            if tensor.ndim != wide.ndim or not tensor.is_floating_point():
                 continue
-            for seen, own in ((tensor, wide), (tensor.t(), wide)):
-                if tuple(seen.shape) != own.shape:
+            for seen in (tensor, tensor.t()) if wide.ndim == 2 else (tensor,):
+                if tuple(seen.shape) != wide.shape:
                     continue
                 first = to_numpy(seen[0]).astype(np.float32)
-                if same(first, own[0]) and same(to_numpy(seen), own):
+                if same(first, wide[0]) and same(to_numpy(seen), wide):
                     return name
         return None
 
@@ -233,86 +236,3 @@ class Program:
 def quantizer(captured: Captured, config: Config, target: Any) -> Quantizer | None:
     """Return the pass that ``config`` asks for, or None."""
     return None if config.quantize is None else Quantizer(captured, config, target)
-
-
-def check_target(options: Quantize, target: Any) -> None:
-    """Raise QuantizeError where the target cannot compute with the scheme."""
-    if target.kind.name != "cuda" or options.dtype != "float8_e4m3fn":
-        return
-    arch = str(target.attrs.get("arch", ""))
-    number = int("".join(c for c in arch if c.isdigit()) or 0)
-    if number < _FP8_SINCE:
-        raise QuantizeError(
-            f"quantize={options.scheme!r}: {arch} has no e4m3, which starts at sm_{_FP8_SINCE}; "
-            "use 'int8'"
-        )
-
-
-def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
-    """Return the layers to quantize; raises QuantizeError where there is none, or one cannot be."""
-    if not found:
-        raise QuantizeError(
-            "nothing to quantize: no product in this model has a constant weight; the parameters "
-            "of a module are constant, arguments where constants=('w',) names them"
-        )
-    names = ", ".join(x.name for x in found)
-    for pattern in options.keep:
-        if not any(replace(options, keep=(pattern,)).keeps(x.name) for x in found):
-            raise QuantizeError(f"quantize: keep={pattern!r} names no layer; layers: {names}")
-    chosen = [x for x in found if not options.keeps(x.name)]
-    if not chosen:
-        raise QuantizeError(f"nothing to quantize: keep={options.keep} names every layer: {names}")
-    exact = options.dtype == "int8" and not options.weight_only
-    long = [x for x in chosen if exact and x.k > MAX_K]
-    if long and not options.auto:
-        raise QuantizeError(
-            f"layer {long[0].name!r} sums {long[0].k} products of int8, and int32 holds at most "
-            f"{MAX_K}; keep it: keep=({long[0].name!r},)"
-        )
-    wild = [x for x in chosen if not np.isfinite(x.values()).all()]
-    if wild and not options.auto:
-        raise QuantizeError(
-            f"the weight of layer {wild[0].name!r} holds NaN or Inf, which no scale covers; mend "
-            f"it, or keep the layer: keep=({wild[0].name!r},)"
-        )
-    left_out = {x.name for x in (*long, *wild)}
-    return [x for x in chosen if x.name not in left_out]
-
-
-def smoothed(
-    chosen: Sequence[Layer], options: Quantize, ranges: Mapping[str, Range]
-) -> dict[str, tuple[float, ...]]:
-    """Return what each layer's input is divided by; layers of one input share it."""
-    if options.smooth is None:
-        return {}
-    together: dict[Any, list[Layer]] = {}
-    for layer in chosen:
-        together.setdefault(layer.x, []).append(layer)
-    found = {}
-    for group in together.values():
-        seen = [ranges[x.name] for x in group]
-        shared = calibrate.smoothing(seen, [x.values() for x in group], options.smooth)
-        found.update({x.name: shared for x in group})
-    return found
-
-
-def make_plans(chosen: Sequence[Layer], options: Quantize, ranges: Ranges) -> dict[str, Plan]:
-    """Return the plan of each layer; raises QuantizeError where ranges lack what it needs."""
-    for layer in chosen if options.needs_calibration else ():
-        seen = ranges.layers.get(layer.name)
-        if seen is None or (options.smooth is not None and len(seen.channels) != layer.k):
-            raise QuantizeError(
-                f"the given ranges do not cover layer {layer.name!r} as this scheme needs; "
-                "calibrate again with the same quantize option"
-            )
-    smooth = smoothed(chosen, options, ranges.layers)
-    static = options.activations == "static"
-    return {
-        x.name: Plan(
-            options.dtype,
-            options.weight_only,
-            ranges.layers[x.name].clip if static else None,
-            smooth.get(x.name, ()),
-        )
-        for x in chosen
-    }

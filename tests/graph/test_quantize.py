@@ -12,8 +12,9 @@ from tvm.script import tirx as T
 
 from tvmcap.graph.canonicalize import fold
 from tvmcap.graph.fuse import fuse, legalize
+from tvmcap.graph.layers import layers
 from tvmcap.graph.layout import layout
-from tvmcap.graph.quantize import Plan, layers, quantize, quantized_weight
+from tvmcap.graph.quantize import Plan, quantize, quantized_weight
 from tvmcap.kernel import spaces
 from tvmcap.pipeline import one_kernel
 

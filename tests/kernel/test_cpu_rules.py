@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 from tests.schedules import gemm
 from tvmcap.kernel import conv_match, cpu_rules
 from tvmcap.kernel import cpu_blocks as cb
+from tvmcap.kernel.cpu_nests import crossed_axis
 from tvmcap.kernel.intrinsics import expand
 
 torch = pytest.importorskip("torch")
@@ -152,6 +153,13 @@ CASES = {
     "column_sum": (lambda x: x.sum(0), [(40, 213)], ({0: B},), [2, 700]),
     "total": (lambda x: x.sum(), [(40, 213)], ({0: B},), [2, 300]),
     "transpose": (lambda x: x.transpose(1, 2) * 2, [(4, 17, 50)], ({0: B},), [1, 90]),
+    "transpose_rows": (lambda x: x.t() + 1, [(40, 213)], ({0: B},), [1, 15, 16, 700]),
+    "transpose_add": (
+        lambda x, y: torch.relu(x.permute(0, 2, 3, 1) + y),
+        [(3, 18, 7, 35), (35, 18)],
+        ({0: B}, None),
+        [1, 9],
+    ),
     "matmul": (lambda x, w: x @ w, [(6, 100), (100, 130)], ({0: B}, None), [1, 70]),
     "compare": (lambda x: torch.where(x > 1, x, -x) + (x > 0), [(8, 129)], ({0: B},), [1, 400]),
 }
@@ -230,6 +238,25 @@ def test_a_reshape_is_marked():
         mod = fused(fn, tuple(randn(*s) for s in sizes), dynamic)
         (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
         assert bool(cpu_rules.schedule(func, TARGET).attrs.get(cpu_rules.RESHAPE)) == reshapes
+
+
+@pytest.mark.parametrize(
+    ("fn", "axis"),
+    [
+        (lambda x: x.transpose(1, 2) * 2, 1),
+        (lambda x: x * 2, None),
+        (lambda x: x.flip(2), None),
+    ],
+)
+def test_transposes_take_lines_of_memory_in_strips(fn, axis) -> None:
+    (func,) = (
+        f
+        for _, f in fused(fn, (randn(4, 17, 50),), ({0: B},)).functions_items()
+        if isinstance(f, tirx.PrimFunc)
+    )
+    (block,) = cb.inline(cb.parse(func), func.params)
+    found = crossed_axis(block)
+    assert (found is None) if axis is None else found[0].same_as(block.axes[axis])
 
 
 def test_softmax_with_symbolic_reduction():

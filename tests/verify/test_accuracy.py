@@ -12,7 +12,8 @@ from tvm import relax
 
 from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.numerics import compare
-from tvmcap.graph.quantize import Layer, Plan, quantized_weight
+from tvmcap.graph.layers import Layer
+from tvmcap.graph.quantize import Plan, quantized_weight
 from tvmcap.verify.accuracy import LayerNoise, Noise, hold, imitate, report
 
 

@@ -1,9 +1,9 @@
-"""Quantize: products of constant weights in 8 bits, with scales that fusion draws into kernels."""
+"""Quantize: products and convolutions in 8 bits, with scales that fusion draws into kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,43 +13,14 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from tvmcap.base.quantization import LARGEST
+from tvmcap.graph import convolution
+from tvmcap.graph.layers import Layer
 from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
 
 Array = npt.NDArray[Any]
 
 _TINY = 1e-30
 """Least magnitude that a scale is made of: rows of zeros stay zeros."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A product with a constant weight.
-
-    Attributes
-    ----------
-    name: of the weight where it is a frozen tensor of the model, else ``matmul_N``.
-    x, y: variables of main that hold the input and the product.
-    weight: the constant [K, N].
-    """
-
-    name: str
-    x: Any
-    y: Any
-    weight: Any
-
-    @property
-    def k(self) -> int:
-        """Length of its sums."""
-        return int(self.weight.ty.shape.values[0])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the weight as it is."""
-        return int(self.weight.value.numpy().nbytes)
-
-    def values(self) -> Array:
-        """Return the weight [K, N] in float32."""
-        return np.asarray(self.weight.value.numpy(), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -61,7 +32,7 @@ class Plan:
     dtype: ``"int8"`` or ``"float8_e4m3fn"``.
     weight_only: the input keeps its dtype.
     clip: static magnitude that the input's largest quantized value stands for; None for each row's
-        own largest, found at run time.
+        own largest, found at run time, or each sample's of a convolution.
     smooth: what each channel of the input is divided by, and of the weight multiplied by; layers of
         one input share it.
     offset: int8 inputs are stored as unsigned bytes, 128 more, which is what dot products of bytes
@@ -75,45 +46,13 @@ class Plan:
     offset: bool = False
 
 
-def layers(mod: tvm.IRModule, name_of: Callable[[Array], str | None]) -> list[Layer]:
-    """List the products that can be quantized, in the order of main.
-
-    ``name_of`` gives the name of a weight [K, N]; equal names are numbered.
-    """
-    found: list[Layer] = []
-    taken: dict[str, int] = {}
-    for block in mod["main"].body.blocks:
-        for binding in block.bindings:
-            value = binding.value
-            if not is_op(value, "matmul") or not _suits(*value.args):
-                continue
-            name = name_of(value.args[1].value.numpy()) or f"matmul_{len(found)}"
-            taken[name] = taken.get(name, 0) + 1
-            name = name if taken[name] == 1 else f"{name}#{taken[name]}"
-            found.append(Layer(name, value.args[0], binding.var, value.args[1]))
-    return found
-
-
-def _suits(x: Any, weight: Any) -> bool:
-    floats = isinstance(weight, GenericConst) and all(
-        str(t.ty.dtype.dtype) in ("float32", "float16", "bfloat16") for t in (x, weight)
-    )
-    return (
-        floats
-        and isinstance(x, relax.Var)
-        and weight.ty.ndim == 2
-        and x.ty.ndim >= 2
-        and 0 not in weight.value.shape
-    )
-
-
 def quantize(
     mod: tvm.IRModule,
     plans: Mapping[str, Plan],
     found: Sequence[Layer],
     extra: Sequence[Any] = (),
 ) -> tvm.IRModule:
-    """Ensures the planned products hold 8-bit data and scales; their results keep their dtype.
+    """Ensures the planned layers hold 8-bit data and scales; their results keep their dtype.
 
     Parameters
     ----------
@@ -133,7 +72,8 @@ class _Quantize:
     ----------
     planned: variable of a product in the old main to its layer and plan.
     users: how many bindings and outputs of the old main read a variable.
-    inputs: (input, plan) to the quantized input and its scale, shared by the layers that read it.
+    inputs: (input, plan, whether channels are last) to the quantized input and its scale, shared by
+        the layers that read it.
     """
 
     def __init__(self, mod: tvm.IRModule, planned: Mapping[Any, tuple[Layer, Plan]]) -> None:
@@ -152,41 +92,56 @@ class _Quantize:
         self.current = self.planned.get(var)
 
     def emit(self, builder: Any, value: Any) -> Any:
-        """Return the quantized product, or None for what stays."""
+        """Return the quantized layer, or None for what stays."""
         if self.current is None:
             return None
         layer, plan = self.current
         x, out = value.args[0], str(value.ty.dtype.dtype)
         data, scale = quantized_weight(layer.values(), plan)
         if plan.weight_only:
-            y = self._mixed(builder, self._smooth(builder, layer, plan, x), data, out)
-            y = builder.emit(relax.op.multiply(y, relax.const(scale)))
+            y = self._mixed(builder, layer, self._smooth(builder, layer, plan, x), data, out)
+            y = builder.emit(relax.op.multiply(y, _of_columns(layer, plan, scale)))
             return _cast(builder, y, out)
         q, row = self._input(builder, layer, plan, x)
-        sums = "int32" if plan.dtype == "int8" else "float32"
-        y = builder.emit(relax.op.matmul(q, relax.const(data), out_dtype=sums))
-        if plan.offset:
-            start = np.int32(-128) * data.sum(axis=0, dtype=np.int32)
-            y = builder.emit(relax.op.add(y, relax.const(start)))
-        y = _cast(builder, y, "float32")
+        y = _cast(builder, self._sums(builder, layer, plan, q, data), "float32")
         if row is None:
             scale = scale * np.float32((plan.clip or 0.0) / LARGEST[plan.dtype])
         else:
             y = builder.emit(relax.op.multiply(y, row))
-        y = builder.emit(relax.op.multiply(y, relax.const(scale)))
+        y = builder.emit(relax.op.multiply(y, _of_columns(layer, plan, scale)))
+        if layer.conv is not None and _is_product(layer, plan):
+            y = convolution.channels_first(builder, y)
         return _cast(builder, y, out)
 
-    def _mixed(self, builder: Any, x: Any, data: Array, out: str) -> Any:
+    def _sums(self, builder: Any, layer: Layer, plan: Plan, q: Any, data: Array) -> Any:
+        """Return the sums of products in 32 bits."""
+        dtype, conv = "int32" if plan.dtype == "int8" else "float32", layer.conv
+        if conv is not None and not _is_product(layer, plan):
+            return convolution.nest(builder, conv, q, data, dtype)
+        if conv is not None:
+            q = convolution.rows(builder, conv, q, 128 if plan.offset else 0)
+        y = builder.emit(relax.op.matmul(q, relax.const(data), out_dtype=dtype))
+        if not plan.offset:
+            return y
+        start = np.int32(-128) * data.sum(axis=0, dtype=np.int32)
+        return builder.emit(relax.op.add(y, relax.const(start)))
+
+    def _mixed(self, builder: Any, layer: Layer, x: Any, data: Array, out: str) -> Any:
         """Multiply by a weight that the kernel widens as it reads it."""
+        if layer.conv is not None:
+            return convolution.nest(builder, layer.conv, x, data, "float32")
         weight = builder.emit(relax.op.astype(relax.const(data), x.ty.dtype.dtype))
         return _cast(builder, builder.emit(relax.op.matmul(x, weight, out_dtype=out)), "float32")
 
     def _input(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> tuple[Any, Any]:
         """Return the quantized input and the scale of each row, None where it is static."""
-        if (x, plan) not in self.inputs:
+        plan, last = _plan_of_input(layer, plan)
+        if (x, plan, last) not in self.inputs:
             wide = _cast(builder, self._smooth(builder, layer, plan, x), "float32")
-            self.inputs[x, plan] = _quantized_input(builder, wide, plan)
-        return self.inputs[x, plan]
+            axes = [-1] if layer.conv is None else [*range(1, x.ty.ndim)]
+            q, row = _quantized_input(builder, wide, plan, axes)
+            self.inputs[x, plan, last] = convolution.channels_last(builder, q) if last else q, row
+        return self.inputs[x, plan, last]
 
     def _smooth(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> Any:
         """Divide the channels of the input, in the norm that makes it where that is possible."""
@@ -202,6 +157,28 @@ class _Quantize:
                 folded = _cast(builder, scaled, str(x.ty.dtype.dtype) if plan.weight_only else "")
             self.smoothed[x, plan.smooth] = folded
         return self.smoothed[x, plan.smooth]
+
+
+def _is_product(layer: Layer, plan: Plan) -> bool:
+    """Whether a product of matrices computes the layer."""
+    return layer.conv is None or (layer.conv.is_product and not plan.weight_only)
+
+
+def _plan_of_input(layer: Layer, plan: Plan) -> tuple[Plan, bool]:
+    """Return how the layer's input is quantized, and whether its channels are to be last.
+
+    Only products of bytes want an offset.
+    """
+    if _is_product(layer, plan):
+        return plan, layer.conv is not None
+    return replace(plan, offset=False), False
+
+
+def _of_columns(layer: Layer, plan: Plan, scale: Array) -> Any:
+    """Return the scale of each column in the shape that the layer's sums have."""
+    if layer.conv is None or _is_product(layer, plan):
+        return relax.const(scale)
+    return relax.const(scale.reshape(-1, *[1] * len(layer.conv.kernel)))
 
 
 def quantized_weight(weight: Array, plan: Plan) -> tuple[Array, Array]:
@@ -225,8 +202,8 @@ def rounded(values: Array, dtype: str) -> Array:
     return narrow
 
 
-def _quantized_input(builder: Any, x: Any, plan: Plan) -> tuple[Any, Any]:
-    """Emit elementwise operators and a maximum a row, which fuse with what makes ``x``."""
+def _quantized_input(builder: Any, x: Any, plan: Plan, axes: list[int]) -> tuple[Any, Any]:
+    """Emit elementwise operators and a maximum over ``axes``, which fuse with what makes ``x``."""
     largest = LARGEST[plan.dtype]
     emit = builder.emit
 
@@ -236,7 +213,7 @@ def _quantized_input(builder: Any, x: Any, plan: Plan) -> tuple[Any, Any]:
     if plan.clip is not None:
         row, inverse = None, const(largest / plan.clip)
     else:
-        top = emit(relax.op.max(emit(relax.op.abs(x)), axis=-1, keepdims=True))
+        top = emit(relax.op.max(emit(relax.op.abs(x)), axis=axes, keepdims=True))
         top = emit(relax.op.maximum(top, const(_TINY)))
         row = emit(relax.op.multiply(top, const(1 / largest)))
         inverse = emit(relax.op.divide(const(largest), top))

@@ -85,6 +85,50 @@ def spatial(block: Block, fixed: dict[Any, Expr], store: Finish, machine: Machin
     return nest(outer, fixed, inner)
 
 
+def crossed_axis(block: Block) -> tuple[Any, Expr] | None:
+    """Return the axis along which memory lies that the vectors of a block cross, and its extent.
+
+    The vectors of a transpose load from as many lines of memory as they have elements; the next
+    step along this axis loads from the same lines. None where no load is such.
+    """
+    *axes, last = block.axes
+    for load in loads(block.value):
+        for axis, extent in zip(axes, block.extents, strict=False):
+            lies = len(load.indices) > 1 and load.indices[-1].same_as(axis)
+            if lies and any(uses(index, last) for index in load.indices[:-1]):
+                return axis, extent
+    return None
+
+
+def crossed(
+    block: Block, fixed: dict[Any, Expr], strip: tuple[Any, Expr, Expr], store: Finish, m: Machine
+) -> Any:
+    """Return the loops of an elementwise block over its last axis and a strip of another.
+
+    ``strip`` is that axis, where to start and how many steps to take: each vector takes all of them
+    before the next vector, so that what it loads from stays near.
+    """
+    last, extent = block.axes[-1], block.extents[-1]
+    width = width_for(extent, block, m)
+    axis, first, count = strip
+
+    def vector(start: Expr, step: Expr, lanes: int) -> Any:
+        at = {**fixed, axis: first + step}
+
+        def element(place: Expr) -> Any:
+            where = {**at, last: place}
+            return store(where, substitute(block.value, where))
+
+        if lanes == 1:
+            return element(start)
+        return b.loop("l", lanes, lambda lane: element(start + lane), ForKind.VECTORIZED)
+
+    def turn(start: Expr, wide: bool) -> Any:
+        return b.loop("s", count, lambda step: vector(start, step, width if wide else 1))
+
+    return overlapped(extent, width, turn)
+
+
 def reduction(
     block: Block,
     fixed: dict[Any, Expr],

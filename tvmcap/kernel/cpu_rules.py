@@ -21,6 +21,8 @@ from tvmcap.kernel.cpu_nests import (
     Finish,
     Machine,
     along_reduced,
+    crossed,
+    crossed_axis,
     reduction,
     register_axis,
     spatial,
@@ -162,6 +164,9 @@ class _Rule:
 
     def _alone(self, block: Block, finish: Block | None, place: Place) -> Any:
         """Return one block in parallel over all axes but that of vectors and register rows."""
+        across = crossed_axis(block) if block.combine is None else None
+        if across is not None:
+            return self._crossed(block, across, place)
         axes = list(zip(block.axes, block.extents, strict=True))
         if block.combine is None or not along_reduced(block, list(block.axes)):
             axes = axes[:-1]
@@ -187,6 +192,21 @@ class _Rule:
 
         return parallel([*(e for _, e in axes), b.ceildiv(size, count)], work_of(block), group)
 
+    def _crossed(self, block: Block, across: tuple[Any, Expr], place: Place) -> Any:
+        """Return a transpose in parallel, a strip of lines of memory at a time."""
+        axis, size = across
+        strip = self.machine.lanes
+        axes = [x for x in zip(block.axes, block.extents, strict=True) if x[0] is not axis][:-1]
+        moved = self._moved(block, place)
+        store = self._store(block, None, place)
+
+        def task(at: list[Expr]) -> Any:
+            fixed = {a: v for (a, _), v in zip(axes, at, strict=False)}
+            count = tirx.min(b.const(strip), size - at[-1] * strip)
+            return crossed(moved, fixed, (axis, at[-1] * strip, count), store, self.machine)
+
+        return parallel([*(e for _, e in axes), b.ceildiv(size, strip)], work_of(block), task)
+
     # --- shared
 
     def _block(
@@ -198,15 +218,16 @@ class _Rule:
         rows: list[dict[Any, Expr]] | None = None,
     ) -> Any:
         """Return one block's loops with buffers moved, and ``finish`` done on each element."""
-
-        def load(node: Any) -> Any:
-            return tirx.BufferLoad(*place(node.source, list(node.indices)))
-
-        store = self._store(block, finish, place)
-        moved = replace(block, value=cb.replace_loads(block.value, load))
+        store, moved = self._store(block, finish, place), self._moved(block, place)
         if block.combine is None:
             return spatial(moved, fixed, store, self.machine)
         return reduction(moved, fixed, store, self.machine, rows)
+
+    def _moved(self, block: Block, place: Place) -> Block:
+        def load(node: Any) -> Any:
+            return tirx.BufferLoad(*place(node.source, list(node.indices)))
+
+        return replace(block, value=cb.replace_loads(block.value, load))
 
     def _store(self, block: Block, finish: Block | None, place: Place) -> Finish:
         """Return what stores an element of ``block``, or what ``finish`` makes of it."""

@@ -14,7 +14,9 @@ from tvmcap.base.accuracy import Accuracy, AccuracyReport
 from tvmcap.base.errors import QuantizeError
 from tvmcap.base.numerics import Comparison
 from tvmcap.base.quantization import LARGEST
-from tvmcap.graph.quantize import Layer, Plan, quantized_weight, rounded
+from tvmcap.graph.convolution import Convolution
+from tvmcap.graph.layers import Layer
+from tvmcap.graph.quantize import Plan, quantized_weight, rounded
 
 Array = npt.NDArray[Any]
 
@@ -102,12 +104,11 @@ class LayerNoise:
         self.whole.add(want, got)
         if self.plan is None:
             return
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows[:: max(1, len(rows) // _ROWS)].astype(np.float32)
-        own, outside = imitate(rows, self.data, self.scale, self.plan)
-        self.own.add(rows @ self.weight, own)
+        part, conv = _some(x, self.layer.conv), self.layer.conv
+        own, outside = imitate(part, self.data, self.scale, self.plan, conv)
+        self.own.add(product(part, self.weight, conv), own)
         self.outside += outside
-        self.count += rows.size
+        self.count += part.size
 
     def result(self) -> Accuracy:
         """Return the measure of all inputs."""
@@ -126,18 +127,47 @@ class LayerNoise:
         )
 
 
-def imitate(x: Array, data: Array, scale: Array, plan: Plan) -> tuple[Array, int]:
-    """Return the product of a quantized layer on float32 rows, and the values that saturate."""
+def _some(x: Array, conv: Convolution | None) -> Array:
+    """Return some of a layer's input in float32: rows of a product, samples of a convolution."""
+    rows = x.reshape(-1, x.shape[-1]) if conv is None else x
+    most = _ROWS if conv is None else max(1, _ROWS * x.shape[-1] // max(x[:1].size, 1))
+    return rows[:: max(1, len(rows) // most)].astype(np.float32)
+
+
+def product(x: Array, matrix: Array, conv: Convolution | None) -> Array:
+    """Return a layer's result on float32 inputs and its weight as a matrix."""
+    if conv is None:
+        result: Array = x @ matrix
+        return result
+    import torch
+
+    padding = [(0, 0), (0, 0), *zip(conv.before, conv.after, strict=True)]
+    functions = torch.nn.functional.conv1d, torch.nn.functional.conv2d, torch.nn.functional.conv3d
+    found: Array = functions[len(conv.kernel) - 1](
+        torch.from_numpy(np.pad(x, padding)),
+        torch.from_numpy(conv.weight(matrix)),
+        stride=conv.strides,
+        dilation=conv.dilation,
+        groups=conv.groups,
+    ).numpy()
+    return found
+
+
+def imitate(
+    x: Array, data: Array, scale: Array, plan: Plan, conv: Convolution | None = None
+) -> tuple[Array, int]:
+    """Return the result of a quantized layer on float32 inputs, and the values that saturate."""
     if plan.smooth:
         x = x / np.asarray(plan.smooth, np.float32)
     wide = data.astype(np.float32) * scale
     if plan.weight_only:
-        return x @ wide, 0
+        return product(x, wide, conv), 0
     largest = np.float32(LARGEST[plan.dtype])
-    top = np.abs(x).max(axis=-1, keepdims=True) if plan.clip is None else np.float32(plan.clip)
+    axes = (-1,) if conv is None else tuple(range(1, x.ndim))
+    top = np.abs(x).max(axis=axes, keepdims=True) if plan.clip is None else np.float32(plan.clip)
     step = np.maximum(top, np.float32(1e-30)) / largest
     q = rounded(x / step, plan.dtype).astype(np.float32)
-    return (q * step) @ wide, int((np.abs(x) > top).sum())
+    return product(q * step, wide, conv), int((np.abs(x) > top).sum())
 
 
 def report(
