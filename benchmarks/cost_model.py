@@ -1,9 +1,12 @@
 """How well the cost model ranks candidates of shapes it never saw, against simpler orders.
 
-Held out are whole (K, N) pairs, a third of them, and one epilogue where records have several; never
-M alone. Each seed holds out others. Rows: ours, the analytic estimate alone (prior), squared error
-on the same features (regression), random; for loop nests MetaSchedule's own model, too (stock),
-where the modules that were tuned are given.
+Rows: ours, the analytic estimate alone (prior), squared error on the same features (regression),
+random; for loop nests MetaSchedule's own model, too (stock), where the modules that were tuned are
+given. ``zero_trial`` is the best time over that of the pick that ``tvmcap.build`` would make, the
+geometric mean over shapes;
+``search_N`` the best time over the best of N trials of the search that ``tvmcap.tune`` runs,
+replayed on records: with the model (ours), without one (prior), of candidates drawn (random).
+The section ``transfer`` has what records of one dtype tell of another.
 
     python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--template NAME] [--write FOLDER]
     python benchmarks/cost_model.py --json OUT --target llvm --modules FOLDER
@@ -15,87 +18,50 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import ROOT, meta
-from cost_model_metrics import CLOSE, NAMES, Scored, ceiling, dropped, metrics
+from cost_model_metrics import CLOSE, EXHAUSTIVE, NAMES, ceiling, dropped, evaluated, measured
+from cost_model_replay import TRIALS, drawn, replay, replayed, search_metrics
+from cost_model_split import EPILOGUES, epilogue_of, pair_of, split
 from cost_model_stock import Stock
+from cost_model_transfer import transfer
 
 from tvmcap.kernel.cost_model import PRIOR, RankModel
 from tvmcap.kernel.dataset import Group, data_hash, group_name
 from tvmcap.kernel.records import Record, RecordStore
 
-HELD_OUT = 3
-"""One in so many (K, N) pairs is held out."""
+FURTHER = ("zero_trial", *(f"search_{n}" for n in TRIALS))
 LEAST = 8
 """Candidates that a group must have to be tested on."""
-EXHAUSTIVE = 100
-"""Candidates of a group from which on the best of them counts as that of an exhaustive search."""
-
-
-def pair_of(group: Group) -> tuple[Any, ...]:
-    """Return what is held out together: K and N, the columns of a row kernel, a loop nest."""
-    work = group.workload
-    return tuple(work[name] for name in ("k", "n", "columns", "func") if name in work)
-
-
-def epilogue_of(group: Group, names: Mapping[str, str]) -> str:
-    """Return the name of a group's epilogue; those without one count as one."""
-    return names.get(str(group.workload.get("digest")), "unnamed")
-
-
-def split(
-    groups: Sequence[Group], names: Mapping[str, str], seed: int
-) -> tuple[list[Group], list[Group]]:
-    """Return the groups to learn from, and those held out."""
-    rng = np.random.default_rng(seed)
-    found = sorted({pair_of(g) for g in groups}, key=str)
-    chosen = rng.permutation(len(found))[: -(-len(found) // HELD_OUT)]
-    held = {found[i] for i in chosen}
-    epilogues = sorted({epilogue_of(g, names) for g in groups})
-    out = epilogues[int(rng.integers(len(epilogues)))] if len(epilogues) > 1 else None
-    test = [g for g in groups if pair_of(g) in held or epilogue_of(g, names) == out]
-    tested = set(map(id, test))
-    return [g for g in groups if id(g) not in tested], test
-
-
-def measured(group: Group) -> tuple[Any, Any]:
-    """Return which candidates ran, and their times."""
-    ran = np.array([t is not None for t in group.times_us], dtype=bool)
-    return ran, np.array([t for t in group.times_us if t is not None], dtype=np.float64)
 
 
 def orders(
     train: Sequence[Group], features: Sequence[str], seed: int, stock: Stock | None
 ) -> dict[str, Any]:
-    """Return what scores the candidates of a group, by name."""
+    """Return what scores candidates, by name: a model, or a function of the group."""
     names, rng = tuple(features), np.random.default_rng(seed)
     found: dict[str, Any] = {}
-    for name, objective, columns in (
-        ("ours", "rank:pairwise", names),
-        ("ndcg", "rank:ndcg", names),
-        ("regression", "reg:squarederror", names),
+    for name, objective in (
+        ("ours", "rank:pairwise"),
+        ("ndcg", "rank:ndcg"),
+        ("regression", "reg:squarederror"),
     ):
-        model = RankModel(seed, columns, objective)
-        model.pretrain(train)
-        found[name] = partial(_margins, model)
+        found[name] = RankModel(seed, names, objective)
+        found[name].pretrain(train)
     if PRIOR in names:
-        found["prior"] = partial(_margins, RankModel(seed, names))
+        found["prior"] = RankModel(seed, names)
     if stock is not None:
         found["stock"] = stock.train(train, seed)
     return {**found, "random": lambda group: rng.random(len(group.rows))}
 
 
-def _margins(model: RankModel, group: Group) -> Any:
-    return model.margins(group.rows)
-
-
 def evaluate(
     groups: Sequence[Group],
-    features: Sequence[str],
+    template: Any,
+    target: Any,
     names: Mapping[str, str],
     seed: int,
     stock: Stock | None = None,
@@ -105,25 +71,21 @@ def evaluate(
     test = [g for g in test if measured(g)[0].sum() >= LEAST]
     if not train or not test:
         raise SystemExit(f"{len(train)} groups to learn from and {len(test)} to test on: too few")
-    result = {}
-    for name, score in orders(train, features, seed, stock).items():
-        scored = []
-        for group in test:
-            ran, times = measured(group)
-            scored.append(Scored(np.asarray(score(group))[ran], times))
-        result[name] = metrics(scored)
-        large = [s for s in scored if len(s.times_us) >= EXHAUSTIVE]
-        if large:
-            ones = [s.times_us.min() / s.times_us[np.argmax(s.scores)] for s in large]
-            result[name]["zero_trial"] = float(np.exp(np.mean(np.log(ones))))
-            result[name]["zero_trial_shapes"] = float(len(large))
+    found = orders(train, template.feature_names, seed, stock)
+    result = {name: evaluated(order, test) for name, order in found.items()}
+    shapes = replayed(test, template, seed)
+    for name in ("ours", "prior") if shapes else ():
+        runs = [replay(g, template, found[name], target, seed) for g in shapes]
+        result[name].update(search_metrics(runs))
+    if shapes:
+        result["random"].update(search_metrics([drawn(g, seed) for g in shapes]))
     return result
 
 
 def over_seeds(runs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Return the mean of each metric over seeds, and its least and largest value as ``spread``."""
     table: dict[str, Any] = {}
-    for row in runs[0]:
+    for row in runs[0] if runs else ():
         columns = defaultdict(list)
         for run in runs:
             for name, value in run[row].items():
@@ -165,13 +127,27 @@ def describe(
     }
 
 
+def write(path: Path, target: str, rows: Any, sections: Mapping[str, Any]) -> None:
+    """Write the rows and sections of a target; those of another in the file stay.
+
+    ``meta`` is of the last run, ``metas`` of each target's.
+    """
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    more = {name: {**known.get(name, {}), target: part} for name, part in sections.items()}
+    found = {**known, "meta": sections["metas"], **more, target: rows}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table as text."""
-    lines = [f"{'':12}" + "".join(f"{name:>24}" for name in NAMES)]
+    known = [n for n in (*NAMES, *FURTHER) if any(n in values for values in rows.values())]
+    lines = [f"{'':12}" + "".join(f"{name:>24}" for name in known)]
     for row, values in rows.items():
         cells = (
             f"{values[n]:.3f} ({values['spread'][n][0]:.3f}-{values['spread'][n][1]:.3f})"
-            for n in NAMES
+            if n in values
+            else ""
+            for n in known
         )
         lines.append(f"{row:12}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)
@@ -192,7 +168,7 @@ def main() -> None:
     parser.add_argument("--target", default="cuda", help="cuda or llvm")
     parser.add_argument("--template", help="default: hopper_gemm, and loop_nest for llvm")
     parser.add_argument("--modules", type=Path, help="the fused modules of loop nests' records")
-    parser.add_argument("--epilogues", type=Path, help="JSON: name of an epilogue by digest")
+    parser.add_argument("--epilogues", type=Path, default=EPILOGUES, help="names, by digest")
     parser.add_argument("--any-source", action="store_true", help="earlier sources' records, too")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="folder for a model learnt from all of it")
@@ -211,18 +187,21 @@ def main() -> None:
     stock = Stock(options.modules, target) if options.modules else None
     if stock is not None:
         groups = [g for g in groups if stock.knows(g)]
-    names = json.loads(options.epilogues.read_text()) if options.epilogues else {}
+    names = json.loads(options.epilogues.read_text())
     if not groups:
         raise SystemExit(f"no record of today's {template.name} among {len(records)}")
     about = describe(groups, records, names)
-    features = template.feature_names
-    runs = [evaluate(groups, features, names, s, stock) for s in range(options.seeds)]
-    rows = over_seeds(runs)
+    seeds = range(options.seeds)
+    rows = over_seeds([evaluate(groups, template, target, names, s, stock) for s in seeds])
     print(json.dumps(about, indent=1))
     print(table(rows))
+    moved = [transfer(groups, template.feature_names, s) for s in seeds]
+    across = over_seeds([run for run in moved if run is not None])
+    if across:
+        print(table(across))
     if options.json:
-        found = {"meta": meta(), "data": {options.target: about}, options.target: rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        sections = {"data": about, "transfer": across, "metas": meta(("kernel", "schedules"))}
+        write(options.json, options.target, rows, sections)
     if options.write:
         model = models.train(records, template, target, 0, any_source=options.any_source)
         print(models.save(model, options.write, template.name, target))

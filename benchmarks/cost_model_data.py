@@ -3,11 +3,14 @@
     python benchmarks/cost_model_data.py capture FOLDER       fused kernels as files; needs no GPU
     python benchmarks/cost_model_data.py measure FOLDER --logs DIR [--tiled 100] [--few 40]
         [--budget SECONDS] [--workers N]
+    python benchmarks/cost_model_data.py measure FOLDER --logs DIR --again 12
 
 Each problem has one list of settings that all its sizes measure, so that a kernel is compiled once:
 what the estimate puts first at each size in turn, then settings drawn from the whole space. The
 next problem's kernels are compiled while a GPU times the last one's. What was measured before is
-left out, so that a run can be split.
+left out, so that a run can be split. ``--again`` instead measures some candidates of each size a
+second time, in random order: what two measurements agree on is what a model can be right about.
+``capture`` also writes the epilogues' names to epilogues.json here.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +31,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
 import numpy as np
+from cost_model_split import EPILOGUES
 from tune_suite import problems
 
 SMALL = 64
@@ -125,7 +130,10 @@ def settings(entries: Sequence[Any], tiled: int, few: int, seed: int) -> dict[An
 
 
 def batches(entries: Sequence[Any], options: argparse.Namespace) -> list[tuple[Any, list[Any]]]:
-    """Return what is left to measure of one problem, by entry."""
+    """Return what is left to measure of one problem, by entry, or what is measured again."""
+    if options.again:
+        drawn = [(e, again(e.session, options.again, options.seed)) for e in entries]
+        return [(e, proposals) for e, proposals in drawn if proposals]
     found = []
     for entry, points in settings(entries, options.tiled, options.few, options.seed).items():
         session = entry.session
@@ -134,6 +142,15 @@ def batches(entries: Sequence[Any], options: argparse.Namespace) -> list[tuple[A
         if new:
             found.append((entry, session.proposals(new)))
     return found
+
+
+def again(session: Any, count: int, seed: int) -> list[Any]:
+    """Return proposals of ``count`` candidates that ran, drawn from those measured once."""
+    history = session.stores.history(session.task.key, session.target, session.record_sizes)
+    times = Counter(record.candidate for record in history)
+    once = [r for r in history if r.median_us is not None and times[r.candidate] == 1]
+    chosen = np.random.default_rng(seed).permutation(len(once))[:count]
+    return list(session.repeat([once[i] for i in chosen]))
 
 
 def measure(folder: Path, names: Iterable[str], options: argparse.Namespace) -> None:
@@ -190,6 +207,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--tiled", type=int, default=100)
     parser.add_argument("--few", type=int, default=40)
+    parser.add_argument("--again", type=int, default=0, help="candidates of each size, once more")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 4))
     parser.add_argument("--seed", type=int, default=0)
@@ -201,12 +219,12 @@ def main() -> None:
     if options.verb == "measure":
         measure(options.folder, names, options)
         return
-    digests = {}
+    digests = json.loads(EPILOGUES.read_text()) if EPILOGUES.is_file() else {}
     for problem in PROBLEMS:
         if str(problem) in names:
             capture(problem, options.folder)
             digests.update(epilogues(options.folder / f"{problem}.json", problem.epilogue))
-    (options.folder / "epilogues.txt").write_text(json.dumps(digests, indent=1) + "\n")
+    EPILOGUES.write_text(json.dumps(digests, indent=1) + "\n")
 
 
 def epilogues(path: Path, name: str) -> dict[str, str]:

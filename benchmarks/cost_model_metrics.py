@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tvmcap.kernel.choice import trusted
+from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.ranking import CLOSE as CLOSE
 from tvmcap.kernel.ranking import hits, pairs
 
+Order = RankModel | Callable[[Group], Any]
+"""A model, or a function that scores the candidates of a group; larger is better."""
 NAMES = ("pairwise", "best_of_1", "best_of_5", "top8_regret")
+EXHAUSTIVE = 100
+"""Candidates of a group from which on the best of them counts as that of an exhaustive search."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +27,37 @@ class Scored:
 
     scores: Any
     times_us: Any
+
+
+def measured(group: Group) -> tuple[Any, Any]:
+    """Return which candidates ran, and their times."""
+    ran = np.array([t is not None for t in group.times_us], dtype=bool)
+    return ran, np.array([t for t in group.times_us if t is not None], dtype=np.float64)
+
+
+def evaluated(order: Order, groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of an order of the candidates of groups, with ``zero_trial``.
+
+    That is the best time over that of what a build would pick by this order, the geometric mean
+    over the groups of at least ``EXHAUSTIVE`` candidates, ``zero_trial_shapes`` of them. A build
+    picks among those that the template's estimate does not rule out.
+    """
+    scored, picks = [], []
+    for group in groups:
+        ran, times = measured(group)
+        values = order.margins(group.rows) if isinstance(order, RankModel) else order(group)
+        scores = np.asarray(values, np.float64)[ran]
+        scored.append(Scored(scores, times))
+        if len(times) >= EXHAUSTIVE:
+            estimates = group.estimates_us
+            kept = None if estimates is None else trusted(np.array(estimates)[ran])
+            admitted = scores if kept is None else np.where(kept, scores, -np.inf)
+            picks.append(times.min() / times[int(np.argmax(admitted))])
+    result = metrics(scored)
+    if picks:
+        result["zero_trial"] = float(np.exp(np.mean(np.log(picks))))
+        result["zero_trial_shapes"] = float(len(picks))
+    return result
 
 
 def metrics(found: Sequence[Scored]) -> dict[str, float]:

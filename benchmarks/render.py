@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import cost_model_tables as cost
 import gemm_tables as gemm
 
 from tvmcap.versions import COMPILER, source_hash
@@ -152,8 +153,17 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
     "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
+    "cost_model_cuda": ("cost_model", cost.orders),
+    "cost_model_cuda_records": ("cost_model", cost.records),
+    "cost_model_cuda_transfer": ("cost_model", cost.transfer),
 }
 """Name of a table to the result file it is made of and what makes it."""
+PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
+    "cost_model_cuda": cost.part("cuda"),
+    "cost_model_cuda_records": cost.data("cuda"),
+    "cost_model_cuda_transfer": cost.part("cuda", "transfer"),
+}
+"""What takes the meta data and the rows of a table from a file that has several parts."""
 
 
 def table(name: str, results: Path, source: Callable[[tuple[str, ...]], str]) -> str:
@@ -165,7 +175,7 @@ def table(name: str, results: Path, source: Callable[[tuple[str, ...]], str]) ->
             f"Not measured yet: `benchmarks/{file}.py` writes `benchmarks/results/{file}.json`.\n"
         )
     data = json.loads(path.read_text())
-    meta, rows = data["meta"], data["rows"]
+    meta, rows = PARTS[name](data) if name in PARTS else (data["meta"], data["rows"])
     now = source(tuple(meta.get("folders", COMPILER)))
     stale = [row.get("source", meta["source"]) != now for row in rows]
     head, body = make(rows)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +14,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import cost_model as benchmark
+import cost_model_data as data
 import cost_model_metrics as cm
+import cost_model_replay as replaying
+import cost_model_split as splitting
+import cost_model_tables as tables
+import cost_model_transfer as transferring
 
-from tests.kernel.model_cases import records
+from tests.kernel.model_cases import KNOBS, SHAPES, made_up_us, record, records
 from tests.schedules.products import TARGET
 from tvmcap.kernel import dataset
+from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.schedules import hopper_gemm as hopper
+from tvmcap.schedules.hopper_columns import Sizes
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +38,10 @@ def groups():
 def test_whole_pairs_of_k_and_n_are_held_out(groups) -> None:
     seen = set()
     for seed in range(5):
-        train, test = benchmark.split(groups, {}, seed)
-        learnt, held = ({benchmark.pair_of(g) for g in part} for part in (train, test))
+        train, test = splitting.split(groups, {}, seed)
+        learnt, held = ({splitting.pair_of(g) for g in part} for part in (train, test))
         assert not learnt & held and len(held) == 2 and len(train) + len(test) == len(groups)
-        assert all(len([g for g in test if benchmark.pair_of(g) == pair]) == 2 for pair in held)
+        assert all(len([g for g in test if splitting.pair_of(g) == pair]) == 2 for pair in held)
         seen.add(frozenset(held))
     assert len(seen) > 1
 
@@ -40,8 +49,8 @@ def test_whole_pairs_of_k_and_n_are_held_out(groups) -> None:
 def test_one_epilogue_is_held_out(groups) -> None:
     names = {g.workload["digest"]: "gelu" if g.workload["n"] > 1024 else "none" for g in groups}
     for seed in range(5):
-        train, test = benchmark.split(groups, names, seed)
-        kept = {benchmark.epilogue_of(g, names) for g in train}
+        train, test = splitting.split(groups, names, seed)
+        kept = {splitting.epilogue_of(g, names) for g in train}
         assert len(kept) == 1 and len(train) + len(test) == len(groups)
 
 
@@ -77,6 +86,116 @@ def test_the_whole_of_it_on_made_up_records(
         assert all(row["spread"][n][0] <= row[n] <= row["spread"][n][1] for n in cm.NAMES)
     ours, prior = found["cuda"]["ours"], found["cuda"]["prior"]
     assert ours["pairwise"] > prior["pairwise"] > 0.6 > found["cuda"]["random"]["pairwise"]
-    assert found["data"]["cuda"]["candidates"] == 200
+    assert found["data"]["cuda"]["candidates"] == 200 and not found["transfer"]["cuda"]
+    assert found["meta"] == found["metas"]["cuda"]
     assert (folder / "hopper_gemm.model.json").is_file()
     assert "pairwise" in capsys.readouterr().out
+
+
+def test_what_is_written_of_another_target_stays(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    for target in ("cuda", "llvm"):
+        benchmark.write(path, target, {"ours": target}, {"metas": {"of": target}})
+    found = json.loads(path.read_text())
+    assert found["cuda"] == {"ours": "cuda"} and found["llvm"] == {"ours": "llvm"}
+    assert found["metas"]["cuda"] == {"of": "cuda"} and found["meta"] == {"of": "llvm"}
+
+
+def test_the_pick_of_a_build_is_among_what_the_estimate_admits(groups, monkeypatch) -> None:
+    monkeypatch.setattr(cm, "EXHAUSTIVE", 10)
+    group = groups[0]
+    times = np.array(group.times_us)
+    slowest = int(np.argmax(group.estimates_us))
+    scores = np.where(np.arange(len(times)) == slowest, 9.0, -times)
+    assert group.estimates_us[slowest] > 2 * min(group.estimates_us)
+    found = cm.evaluated(lambda _: scores, [group])
+    assert found["zero_trial"] == 1.0 and found["best_of_1"] < 1.0
+
+
+@pytest.fixture(scope="module")
+def searched():
+    """Return a group of all settings, and a model of other shapes' records."""
+    sizes = Sizes(1024, 3072, 1536)
+    times = made_up_us(sizes, KNOBS)
+    found = [record(sizes, k, float(us)) for k, us in zip(KNOBS, times, strict=True)]
+    (group,) = dataset.of_template(found, hopper.TEMPLATE, TARGET)
+    model = RankModel(0, hopper.TEMPLATE.feature_names)
+    model.pretrain(dataset.of_template(records(SHAPES), hopper.TEMPLATE, TARGET))
+    return group, model
+
+
+def test_a_search_is_replayed_on_records(searched, monkeypatch) -> None:
+    group, model = searched
+    monkeypatch.setattr(replaying, "EXHAUSTIVE", len(group.knobs))
+    assert replaying.replayed([group], hopper.TEMPLATE, 0) == [group]
+    run = replaying.replay(group, hopper.TEMPLATE, model, TARGET, 0)
+    assert run == replaying.replay(group, hopper.TEMPLATE, model, TARGET, 0)
+    best = min(group.times_us)
+    times = sorted(best / us for us in group.times_us)
+    assert len(run) <= max(replaying.TRIALS) and set(run) <= set(times) and max(run) > 0.99
+    assert model._top is None and not model._groups
+    drawn = replaying.drawn(group, 0)
+    assert len(drawn) == 32 and np.mean(run[:8]) > np.mean(drawn)
+    found = replaying.search_metrics([[0.5, 0.8, 1.0], [1.0]])
+    assert found["search_8"] == 1.0 and found["search_trials"] == 2.0
+    monkeypatch.setattr(replaying, "EXHAUSTIVE", len(group.knobs) + 1)
+    assert replaying.replayed([group], hopper.TEMPLATE, 0) == []
+
+
+def test_transfer_learns_nothing_of_what_it_is_tested_on() -> None:
+    own = [(2048, 1024), (1024, 1024), (768, 4096), (4096, 512)]
+    halves = [
+        replace(r, workload={**r.workload, "dtypes": ["float16"] * 3}, workload_hash=f"h{r.sizes}"
+                + str(r.workload["n"]) + str(r.workload["k"]))
+        for r in records(own)
+    ]  # fmt: skip
+    groups = dataset.of_template([*records(), *halves], hopper.TEMPLATE, TARGET)
+    found = transferring.transfer(groups, hopper.TEMPLATE.feature_names, 0)
+    assert found is not None and set(found) == {"none", "few", "all", "few_alone", "all_alone"}
+    assert found["few"]["records"] == round(0.085 * len(halves))
+    assert found["all"]["pairwise"] > found["few_alone"]["pairwise"]
+    alone = [g for g in groups if g.workload["dtypes"][0] == "float16"]
+    assert transferring.transfer(alone, hopper.TEMPLATE.feature_names, 0) is None
+    few = transferring.draw(alone, 11, np.random.default_rng(0))
+    assert sum(len(g.rows) for g in few) == 11
+    for part in few:
+        (whole,) = (g for g in alone if g.name == part.name)
+        known = {(tuple(r), t) for r, t in zip(whole.rows, whole.times_us, strict=True)}
+        assert {(tuple(r), t) for r, t in zip(part.rows, part.times_us, strict=True)} <= known
+
+
+def test_a_sample_of_what_was_measured_once_is_measured_again() -> None:
+    sizes = Sizes(512, 1024, 2048)
+    history = [record(sizes, k, 9.0) for k in KNOBS[:9]]
+    history += [record(sizes, KNOBS[0], 8.0), record(sizes, KNOBS[20], None)]
+    session = SimpleNamespace(
+        stores=SimpleNamespace(history=lambda key, target, rows: history),
+        task=SimpleNamespace(key=None),
+        target=TARGET,
+        record_sizes={"rows": 512},
+        repeat=lambda found: [r.candidate for r in found],
+    )
+    texts = {hopper.TEMPLATE.knobs_to_json(k) for k in KNOBS[1:9]}
+    drawn = data.again(session, 5, 0)
+    assert len(set(drawn)) == 5 and set(drawn) <= texts and drawn != data.again(session, 5, 1)
+    assert set(data.again(session, 100, 0)) == texts
+
+
+def test_epilogues_of_the_records_that_ship_are_named() -> None:
+    names = json.loads(splitting.EPILOGUES.read_text())
+    shipped = RecordStore(Path(__file__).parents[1] / "tuning_logs" / "cuda").records
+    digests = {r.workload["digest"] for r in shipped if r.template == "hopper_gemm"}
+    assert digests <= set(names) and len({names[d] for d in digests}) >= 3
+
+
+def test_the_tables_show_what_was_measured() -> None:
+    metrics = dict.fromkeys((*cm.NAMES, "zero_trial", "search_32"), 0.5)
+    row = {**metrics, "spread": {name: [0.25, 0.75] for name in metrics}, "records": 7.0}
+    meta = {"source": "s", "folders": ["kernel"]}
+    result = {"cuda": {"ours": row}, "metas": {"cuda": meta}, "transfer": {"cuda": {"few": row}}}
+    found, rows = tables.part("cuda")(result)
+    assert found == meta and rows == [{"row": "ours", **row}]
+    head, body = tables.orders(rows)
+    assert len(head) == len(body[0]) and "0.500 (0.250 to 0.750)" in body[0]
+    head, body = tables.transfer(tables.part("cuda", "transfer")(result)[1])
+    assert len(head) == len(body[0]) and "7" in body[0]

@@ -68,9 +68,14 @@ def best(model: RankModel, template: Any, problem: Any, target: Any) -> Any:
     """Return the setting that a model puts first of all that fit; None where nothing does."""
     points = [] if problem is None else template.space(problem, target)
     if points and template.estimate is not None:
-        times = np.asarray(template.estimate(problem, points, target))
-        points = [points[i] for i in np.flatnonzero(times <= _TRUSTED * times.min())]
+        estimates = np.asarray(template.estimate(problem, points, target))
+        points = [points[i] for i in np.flatnonzero(trusted(estimates))]
     if not points:
         return None
     scores = model.margins(template_features(template, problem, points, target))
     return points[int(np.argmax(scores))]
+
+
+def trusted(estimates_us: Any) -> Any:
+    """Return which settings a model chooses from, by the template's estimates (settings,)."""
+    return estimates_us <= _TRUSTED * estimates_us.min()

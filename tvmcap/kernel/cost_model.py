@@ -19,14 +19,15 @@ PRIOR = "log_estimate_us"
 """Feature that is the logarithm of a template's own estimate: trees correct it, and where there is
 nothing to learn from, it ranks alone."""
 OBJECTIVES = ("rank:pairwise", "rank:ndcg", "reg:squarederror")
-_PRIOR_SCALE = {"rank:pairwise": 15.0, "rank:ndcg": 15.0, "reg:squarederror": 0.0}
+_PRIOR_SCALE = {"rank:pairwise": 8.0, "rank:ndcg": 8.0, "reg:squarederror": 1.0}
 _FAILED = -4.0
-_ROUNDS, _REFINING_ROUNDS = 100, 30
+_ROUNDS, _REFINING_ROUNDS = 100, 60
+_MANY, _ROUNDS_OF_MANY = 1000, 300  # measurements from which on more trees do not overfit
 _MIN_ROWS = 6
 _GROWTH = 1.1
 _OPTIONS = {
     "tree_method": "hist",
-    "max_depth": 4,
+    "max_depth": 3,
     "eta": 0.1,
     "subsample": 0.8,
     "colsample_bytree": 0.6,
@@ -88,7 +89,8 @@ class RankModel:
         data = [(g.rows, list(g.times_us)) for g in groups]
         total = sum(len(times) for _, times in data)
         if total >= _MIN_ROWS:
-            self.base = self._train(data, None, _ROUNDS)
+            rounds = _ROUNDS if total < _MANY else _ROUNDS_OF_MANY
+            self.base = self._train(data, None, rounds)
             self.pretrained, self.source, self._top, self._seen = total, source, None, 0
 
     def add(
