@@ -6,11 +6,11 @@
     python benchmarks/cost_model_data.py measure FOLDER --logs DIR --again 12
 
 Each problem has one list of settings that all its sizes measure, so that a kernel is compiled once:
-what the estimate puts first at each size in turn, then settings drawn from the whole space. The
-next problem's kernels are compiled while a GPU times the last one's. What was measured before is
-left out, so that a run can be split. ``--again`` instead measures some candidates of each size a
-second time, in random order: what two measurements agree on is what a model can be right about.
-``capture`` also writes the epilogues' names to epilogues.json here.
+what the estimate puts first at each size in turn, then settings drawn from the whole space, all in
+random order. The next problem's kernels are compiled while a GPU times the last one's. What was
+measured before is left out, so that a run can be split. ``--again`` instead measures some
+candidates of each size a second time, in random order: what two measurements agree on is what a
+model can be right about. ``capture`` also writes the epilogues' names to epilogues.json here.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def settings(entries: Sequence[Any], tiled: int, few: int, seed: int) -> dict[An
             own = [k for k in ranked[e] if k in chosen]
             small = e.session.record_sizes["rows"] <= SMALL and not swapped
             found[e] += own[: few if small else None]
-    return found
+    # a card's clocks change in a run: what the estimate puts first shall not gain by it
+    rng = np.random.default_rng(seed)
+    return {e: [own[i] for i in rng.permutation(len(own))] for e, own in found.items()}
 
 
 def batches(entries: Sequence[Any], options: argparse.Namespace) -> list[tuple[Any, list[Any]]]:

@@ -7,6 +7,7 @@ M alone. Each seed holds out others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,4 +44,17 @@ def split(
     out = epilogues[int(rng.integers(len(epilogues)))] if len(epilogues) > 1 else None
     test = [g for g in groups if pair_of(g) in held or epilogue_of(g, names) == out]
     tested = set(map(id, test))
-    return [g for g in groups if id(g) not in tested], test
+    return [g for g in groups if id(g) not in tested], [shuffled(g, rng) for g in test]
+
+
+def shuffled(group: Group, rng: np.random.Generator) -> Group:
+    """Return a group in random order: stores have the fastest first, whom ties would favour."""
+    order = rng.permutation(len(group.times_us))
+    estimates = group.estimates_us
+    return replace(
+        group,
+        rows=group.rows[order],
+        times_us=tuple(group.times_us[i] for i in order),
+        knobs=tuple(group.knobs[i] for i in order) if group.knobs else (),
+        estimates_us=None if estimates is None else tuple(estimates[i] for i in order),
+    )

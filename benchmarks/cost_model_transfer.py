@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from cost_model_metrics import evaluated
-from cost_model_split import pair_of
+from cost_model_split import pair_of, shuffled
 
 from tvmcap.kernel import models
 from tvmcap.kernel.cost_model import RankModel
@@ -32,7 +32,7 @@ def transfer(groups: Sequence[Group], features: Sequence[str], seed: int) -> dic
         return None
     rng = np.random.default_rng(seed)
     held = {pairs[i] for i in rng.permutation(len(pairs))[: len(pairs) // 2]}
-    test = [g for g in own if pair_of(g) in held]
+    test = [shuffled(g, rng) for g in own if pair_of(g) in held]
     rest = [g for g in own if pair_of(g) not in held]
     count = round(SHARE * sum(len(g.rows) for g in own))
     few = draw(rest, count, rng)

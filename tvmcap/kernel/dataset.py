@@ -58,7 +58,7 @@ def of_template(
         if record.template == template.name and (current or any_source):
             name = group_name(record.workload_hash, record.sizes)
             found.setdefault(name, {})[record.candidate] = record
-    groups = (_group(n, list(r.values()), template, target, mine) for n, r in found.items())
+    groups = (_group(n, _in_order(r), template, target, mine) for n, r in found.items())
     return sorted((g for g in groups if g is not None), key=lambda g: g.name)
 
 
@@ -72,11 +72,16 @@ def of_traces(records: Iterable[Record], width: int, version: float) -> list[Gro
             found.setdefault(name, {})[record.candidate] = record
     groups = []
     for name, known in sorted(found.items()):
-        own = list(known.values())
+        own = _in_order(known)
         rows = np.array([r.features for r in own], np.float32)
         traces = tuple(r.candidate for r in own)
         groups.append(Group(name, rows, _times(own), own[0].workload, own[0].sizes, traces))
     return groups
+
+
+def _in_order(found: Mapping[str, Record]) -> list[Record]:
+    """Return the records of candidates in an order that does not depend on how they were stored."""
+    return [found[candidate] for candidate in sorted(found)]
 
 
 def _group(
