@@ -54,6 +54,21 @@ def test_one_epilogue_is_held_out(groups) -> None:
         assert len(kept) == 1 and len(train) + len(test) == len(groups)
 
 
+def test_what_is_tested_on_is_in_random_order(groups) -> None:
+    """Stores have the fastest first: a tie must not find it."""
+    best = []
+    for seed in range(8):
+        for group in splitting.split(groups, {}, seed)[1]:
+            (whole,) = (g for g in groups if g.name == group.name)
+            order = [whole.knobs.index(k) for k in group.knobs]
+            assert sorted(order) == list(range(len(order)))
+            assert group.times_us == tuple(whole.times_us[i] for i in order)
+            assert group.estimates_us == tuple(whole.estimates_us[i] for i in order)
+            np.testing.assert_array_equal(group.rows, whole.rows[order])
+            best.append(int(np.argmin(group.times_us)))
+    assert len(set(best)) > 8
+
+
 def test_metrics_of_a_known_order() -> None:
     times = np.array([10.0, 10.1, 20.0, 40.0])
     right = cm.metrics([cm.Scored(-times, times)])

@@ -38,6 +38,13 @@ def test_of_two_timings_the_later_counts_and_failures_stay() -> None:
     assert group.times_us == (5.0, None)
 
 
+def test_the_order_of_the_store_does_not_matter() -> None:
+    found = records()
+    for one, other in zip(of(found), of(found[::-1]), strict=True):
+        assert one.knobs == other.knobs and one.times_us == other.times_us
+        np.testing.assert_array_equal(one.rows, other.rows)
+
+
 def test_other_sources_only_where_they_are_asked_for() -> None:
     old = [record(SIZES, k, 2.0, template_hash="earlier") for k in KNOBS[:3]]
     assert of(old) == [] and len(of(old, any_source=True)[0].rows) == 3
