@@ -21,7 +21,7 @@ nothing to learn from, it ranks alone."""
 OBJECTIVES = ("rank:pairwise", "rank:ndcg", "reg:squarederror")
 _PRIOR_SCALE = {"rank:pairwise": 8.0, "rank:ndcg": 8.0, "reg:squarederror": 1.0}
 _FAILED = -4.0
-_ROUNDS, _REFINING_ROUNDS = 100, 60
+_ROUNDS, _REFINING_ROUNDS = 100, 30
 _MANY, _ROUNDS_OF_MANY = 1000, 300  # measurements from which on more trees do not overfit
 _MIN_ROWS = 6
 _GROWTH = 1.1
