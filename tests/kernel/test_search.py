@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tvmcap.base.config import Config
-from tvmcap.kernel import measure, models, search, tasks, template_search
+from tvmcap.kernel import measure, models, prim_func, search, tasks, template_search
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.loop_search import LoopNestSession
@@ -239,7 +239,7 @@ def test_a_trace_of_one_size_is_right_at_every_size(loop_run) -> None:
     traces = [r.trace for r in own.history(task.key, TARGET) if r.trace][:2]
     for i, trace in enumerate(traces):
         func = search.apply_trace(task.func, trace, TARGET)
-        assert func is not None and tasks.size_vars(func)
+        assert func is not None and prim_func.size_vars(func)
         for rows in (1, 7, 16, 61):
             work = measure.Workload(task, {"B": rows}, seed=rows)
             (result,) = measurer.measure(work, [measure.Candidate(f"symbolic{i}", func)])
