@@ -21,7 +21,7 @@ import fake_template as fake
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError, TuneError
-from tvmcap.kernel import measure, records, tuner
+from tvmcap.kernel import entries, measure, records
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.tune import tune_module
@@ -301,8 +301,8 @@ def test_progress_views(
 
 def test_weights_prefer_the_heavy_task() -> None:
     entry = dict(session=None, batch=4, before=None)
-    heavy = tuner.Entry(weight=0.9, **entry)  # type: ignore[arg-type]
-    light = tuner.Entry(weight=0.1, **entry)  # type: ignore[arg-type]
+    heavy = entries.Entry(weight=0.9, **entry)  # type: ignore[arg-type]
+    light = entries.Entry(weight=0.1, **entry)  # type: ignore[arg-type]
     assert heavy.priority > light.priority
     heavy.gain, heavy.batches = 0.0, 60
     assert light.priority > heavy.priority
