@@ -64,12 +64,12 @@ class Ladder:
         """Seconds of the budget that are left."""
         return float(self.options.budget - (time.monotonic() - self.start))
 
-    def worker(self, script: str) -> process.Worker:
+    def worker(self, command: tuple[str, ...]) -> process.Worker:
         """Return a child process, which starts when it is first called."""
         environment = process.environment(gemm.target())
         paths = [str(HERE.parent), str(HERE), environment["PYTHONPATH"]]
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
-        return process.Worker((sys.executable, str(HERE / script)), environment, self.folder)
+        return process.Worker(command, environment, self.folder)
 
     # Building
 
@@ -120,7 +120,8 @@ class Ladder:
             if worker.served >= BUILDS_A_WORKER:
                 worker.stop()
 
-        workers = [self.worker("gemm_builder.py") for _ in range(self.options.workers)]
+        builder = process.command("cuda", builds=True)
+        workers = [self.worker(builder) for _ in range(self.options.workers)]
         start = time.monotonic()
         try:
             with ThreadPoolExecutor(len(workers)) as pool:
@@ -140,7 +141,7 @@ class Ladder:
 
     def run(self, plan: dict[Shape, list[Setting]]) -> None:
         """Time every setting of every shape; shapes share what is left of the budget."""
-        runner = self.worker("gemm_runner.py")
+        runner = self.worker((sys.executable, str(HERE / "gemm_runner.py")))
         try:
             for i, (shape, settings) in enumerate(plan.items()):
                 if self.left() < 5:

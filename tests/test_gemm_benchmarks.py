@@ -135,11 +135,9 @@ def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time_s: float) -> An
     script.write_text(RUNNER)
     original = gemm_ladder.Ladder.worker
 
-    def worker(self: Any, name: str) -> Any:
-        made = original(self, name)
-        if name == "gemm_runner.py":
-            made.command = (sys.executable, str(script))
-        return made
+    def worker(self: Any, command: tuple[str, ...]) -> Any:
+        runs = command[-1].endswith("gemm_runner.py")
+        return original(self, (sys.executable, str(script)) if runs else command)
 
     monkeypatch.setattr(gemm_ladder.Ladder, "worker", worker)
     monkeypatch.setattr(gemm_ladder, "RUN_TIMEOUT_S", 0.5)
@@ -281,7 +279,9 @@ def record(us: float | None, bn: int, rows: int, template_hash: str) -> Record:
     )  # fmt: skip
 
 
-def test_what_ships_is_the_best_of_each_size(tmp_path: Path) -> None:
+def test_what_ships_is_the_best_of_each_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = template_hashes()["hopper_gemm"]
     logs, to = RecordStore(tmp_path / "logs"), tmp_path / "shipped"
     logs.append([record(10.0 + bn, bn, rows, now) for bn in range(8) for rows in (1, 64)])
@@ -304,20 +304,18 @@ def test_what_ships_is_the_best_of_each_size(tmp_path: Path) -> None:
     assert tune_suite.compact(tmp_path / "logs", to, most=20).kept == 17
     again = [r for r in RecordStore(to).records if r.knobs == {"bn": 0} and r.sizes["rows"] == 1]
     assert [r.median_us for r in again] == [50.0]  # of two timings the later counts
+    monkeypatch.setattr(tune_suite, "MOST_BYTES", 100)
+    with pytest.raises(SystemExit, match="smaller --most"):
+        tune_suite.compact(tmp_path / "logs", to, most=20)
 
 
-def test_compacting_what_ships_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compacting_what_ships_changes_nothing(tmp_path: Path) -> None:
     to, logs = tmp_path / "shipped", RecordStore(tmp_path / "logs")
     shutil.copytree(gemm.shipped(), to)
     before = (to / FILE_NAME).read_bytes()
     logs.append([])
     assert tune_suite.compact(logs.folder, to, most=200).dropped == {}
     assert (to / FILE_NAME).read_bytes() == before
-    monkeypatch.setattr(tune_suite, "MOST_BYTES", 100)
-    with pytest.raises(SystemExit, match="smaller --most"):
-        tune_suite.compact(logs.folder, to, most=200)
 
 
 def test_parse_leaves_the_command_line_alone() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import tvmcap
+from tests.quantizing import build, data, sqnr_db
 from tvmcap.base.errors import QuantizeError
 from tvmcap.base.manifest import read_manifest
 
@@ -33,20 +33,6 @@ class Branches(nn.Module):
 
     def forward(self, x):
         return tuple(torch.relu(conv(x)) for conv in self.each.values())
-
-
-def data(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def build(model, x, folder, **options):
-    common = {"target": "llvm", "dynamic": {0: {0: "B"}}, "verify": False, "tune": "none"}
-    return tvmcap.build(model.eval(), (x,), **{**common, "cache_dir": str(folder), **options})
-
-
-def sqnr_db(want, got):
-    noise = (want.double() - got.double()).square().sum()
-    return float(10 * torch.log10(want.double().square().sum() / noise))
 
 
 @pytest.mark.parametrize(
@@ -132,4 +118,4 @@ def test_a_gpu_computes_every_convolution(tmp_path) -> None:
     for rows in (1, 5):
         fresh = data(rows, 32, 11, 9, seed=rows)
         for name, want, got in zip(CONVOLUTIONS, model(fresh), lib(fresh.cuda()), strict=True):
-            assert sqnr_db(want, got.cpu()) >= 34, name
+            assert sqnr_db(want, got) >= 34, name

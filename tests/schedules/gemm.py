@@ -27,6 +27,12 @@ FUSE = (
 )
 
 
+def fuse(mod, target=TARGET):
+    """Return a Relax module whose main only calls fused kernels."""
+    with target:
+        return tvm.transform.Sequential([p() for p in FUSE])(mod)
+
+
 def fused(inputs, build, target=TARGET):
     """Return the one PrimFunc made of ``build(block_builder, *vars)``."""
     bb = relax.BlockBuilder()
@@ -38,9 +44,7 @@ def fused(inputs, build, target=TARGET):
         with bb.dataflow():
             out = bb.emit_output(build(bb, *args))
         bb.emit_func_output(out)
-    with target:
-        mod = tvm.transform.Sequential([p() for p in FUSE])(bb.get())
-    (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
+    (func,) = (f for f in fuse(bb.get(), target).functions.values() if isinstance(f, tirx.PrimFunc))
     return func
 
 
