@@ -79,6 +79,7 @@ def test_a_scheme_that_the_gpu_lacks(tmp_path) -> None:
 def test_a_missed_budget_carries_its_report(tmp_path) -> None:
     with pytest.raises(AccuracyError, match="OUTSIDE the budget of 70 dB") as caught:
         build(Linear(), data(8, 48, seed=3), tmp_path, quantize={"budget_db": 70})
+    assert "up.weight" in str(caught.value) and "keep=" in str(caught.value)
     report = pickle.loads(pickle.dumps(caught.value)).report
     assert not report.ok and report.layers[0].name == "up.weight"
     assert report.layers[0].sqnr_db < 70 and report.library_after is None
