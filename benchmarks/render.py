@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gemm_tables as gemm
+import quantize_tables
 
 from tvmcap.versions import COMPILER, source_hash
 
@@ -151,6 +152,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gemm_row_template": ("gemm_suite", lambda rows: gemm.row_table(_us)(rows)),
     "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
     "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
+    "quantize_gpu": ("quantize_gpu", lambda rows: quantize_tables.table(_us)(rows)),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
 }
 """Name of a table to the result file it is made of and what makes it."""
