@@ -11,13 +11,13 @@ import pytest
 import tvmcap
 from tvmcap.cli import make_parser
 from tvmcap.kernel import upkeep
-from tvmcap.kernel.apply import MAX_VARIANTS
 from tvmcap.kernel.history import PAUSE_S
+from tvmcap.kernel.variants import MAX_VARIANTS
 from tvmcap.schedules import TEMPLATES
 from tvmcap.schedules.hopper_gemm import Knobs
 
 ROOT = Path(__file__).parent.parent
-WORDS = {3: "three", 6: "six", 8: "eight"}
+WORDS = {3: "three", 6: "six", 12: "twelve"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax, tirx
 
 from tests.planned import TARGET, fused, machine, mlp, mlp_reference, run
-from tvmcap.kernel import apply, spaces, tasks
+from tvmcap.kernel import apply, spaces, tasks, variants
 from tvmcap.kernel.records import Record
 from tvmcap.library.plan import plan
 
@@ -121,17 +121,17 @@ def test_equal_neighbours_share_a_kernel(module, task, settings) -> None:
 
 def test_no_more_variants_than_pay(module, task, settings) -> None:
     """The sizes that are closest share a kernel, the larger one's, until few enough are left."""
-    rows = [4**i for i in range(apply.MAX_VARIANTS)]
+    rows = [4**i for i in range(variants.MAX_VARIANTS)]
     rows[-1:] = [rows[-1], rows[-1] + 1, rows[-1] + 2]
     made = [record(task, n, 1.0, settings[i % 2]) for i, n in enumerate(rows)]
     done, coverage = scheduled(module, made)
-    assert len(coverage[0].ranges) == apply.MAX_VARIANTS
+    assert len(coverage[0].ranges) == variants.MAX_VARIANTS
     bounds = [int(r.removeprefix("<=")) for r in ranges(coverage)[:-1]]
     assert bounds == sorted(set(bounds)) and bounds[-1] < rows[-3]
     last = settings[(len(rows) - 1) % 2]
     assert coverage[0].ranges["any"] == task.template.knobs_to_json(last)
     kernels = [g.name_hint for g, f in done.functions.items() if isinstance(f, tirx.PrimFunc)]
-    assert len(kernels) == apply.MAX_VARIANTS
+    assert len(kernels) == variants.MAX_VARIANTS
 
 
 def test_a_static_size_takes_its_own_record_else_a_near_one_else_the_default(settings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -12,14 +11,11 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from tvmcap.kernel import fallback, intrinsics, spaces, tasks, traces
+from tvmcap.kernel import fallback, intrinsics, spaces, tasks, traces, variants
 from tvmcap.kernel.choice import Choice, Choose
 from tvmcap.kernel.records import Record
 
 logger = logging.getLogger("tvmcap")
-
-MAX_VARIANTS = 8
-"""Kernels of one task that share the range of a dynamic dimension; more do not pay."""
 
 VENDOR = "vendor:"
 
@@ -88,10 +84,10 @@ def schedule(
             )
             continue
         own = task if task.name == gvar.name_hint else tasks.make_task(func, target, spaces.find)
-        variants, served = _serve(own, list(lookup(task)), target, choose)
+        kernels, served = _serve(own, list(lookup(task)), target, choose)
         if task.name == gvar.name_hint:
             coverage.append(served)
-        functions.update(_attach(gvar, variants, len(getattr(own.problem, "batch", ()))))
+        functions.update(_attach(gvar, kernels, len(getattr(own.problem, "batch", ()))))
     return tvm.IRModule(functions, attrs=mod.attrs)
 
 
@@ -170,36 +166,22 @@ def _sizes_text(record: Record) -> str:
 
 def _choose(
     task: tasks.Task, records: list[Record], target: Any, choice: Choice | None
-) -> list[tuple[int | None, Any]]:
-    """Knobs by range of rows: each tuned size rules up to the geometric mean with the next.
-
-    A representative size without a record has the model's choice, else the default, and equal
-    neighbours merge.
-    """
-    defaults = _defaults(task, target)
+) -> variants.Ranges:
+    """Knobs by range of rows: of the record at a size, else the model's, else by estimate."""
     chosen = {} if choice is None else dict(choice.knobs)
     tuned = {r.sizes["rows"]: task.template.knobs_from_json(r.candidate) for r in records}
     if isinstance(task.problem.rows, int):
         rows = task.problem.rows
         near = tuned.get(rows) or chosen.get(rows) or _nearest(tuned, rows)
-        return [(None, near or defaults[0][1])]
+        return [(None, near or _defaults(task, target)[0][1])]
     if not tuned and not chosen:
-        return defaults
-    steps = {task.record_sizes(sizes)["rows"]: None for sizes in task.sizes()}
-    steps = {n: next(k for b, k in defaults if b is None or n <= b) for n in steps}
-    steps |= chosen | tuned
-    merged: list[tuple[int, int, Any]] = []  # (smallest rows, largest rows, knobs)
-    for rows, knobs in sorted(steps.items()):
-        if merged and merged[-1][2] == knobs:
-            merged[-1] = (merged[-1][0], rows, knobs)
-        else:
-            merged.append((rows, rows, knobs))
-    while len(merged) > MAX_VARIANTS:
-        # the two neighbours whose sizes are closest become one, the larger size's
-        i = min(range(len(merged) - 1), key=lambda j: merged[j + 1][0] / max(merged[j][1], 1))
-        merged[i : i + 2] = [(merged[i][0], merged[i + 1][1], merged[i + 1][2])]
-    bounds = [int(math.sqrt(a[1] * b[0])) for a, b in itertools.pairwise(merged)]
-    return [*zip(bounds, [m[2] for m in merged], strict=False), (None, merged[-1][2])]
+        return _defaults(task, target)
+    if variants.can_estimate(task):
+        return variants.assign(task, tuned, chosen, target)
+    defaults = _defaults(task, target)
+    sizes = [task.record_sizes(sizes)["rows"] for sizes in task.sizes()]
+    first = {n: next(k for b, k in defaults if b is None or n <= b) for n in sizes}
+    return variants.halfway(first | chosen | tuned)
 
 
 def _nearest(tuned: dict[int, Any], rows: int) -> Any:
@@ -208,24 +190,24 @@ def _nearest(tuned: dict[int, Any], rows: int) -> Any:
     return tuned[near] if near is not None and rows / 4 <= near <= 4 * rows else None
 
 
-def _defaults(task: tasks.Task, target: Any) -> list[tuple[int | None, Any]]:
+def _defaults(task: tasks.Task, target: Any) -> variants.Ranges:
     """The template's own choice by range of rows where it has one, else its one default."""
     if task.template.ranges is not None and not isinstance(task.problem.rows, int):
-        ranged: list[tuple[int | None, Any]] = task.template.ranges(task.problem, target)
+        ranged: variants.Ranges = task.template.ranges(task.problem, target)
         return ranged
     return [(None, task.template.default(task.problem, target))]
 
 
-def _attach(gvar: Any, variants: list[tuple[int | None, Any]], lead: int) -> dict[Any, Any]:
+def _attach(gvar: Any, kernels: list[tuple[int | None, Any]], lead: int) -> dict[Any, Any]:
     """Name the variants of a kernel; the last, which serves any size, lists the others."""
     functions, listed = {}, []
-    for bound, func in variants[:-1]:
+    for bound, func in kernels[:-1]:
         name = f"{gvar.name_hint}_upto{bound}"
         variant = tvm.ir.GlobalVar(name)
         relax.expr._update_type(variant, gvar.ty)  # Relax types a call by its callee
         functions[variant] = func
         listed.append([bound, name])
-    last = variants[-1][1]
+    last = kernels[-1][1]
     functions[gvar] = (
         last.with_attrs({"tvmcap.variants": listed, "tvmcap.lead": lead}) if listed else last
     )
