@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
 from common import meta
 from gemm_common import Setting, Shape
-from gemm_report import ladder_json, rung_table, vendor
+from gemm_report import ladder_json, rung_table, shape_line
 
 from tvmcap.kernel import process
 
@@ -64,12 +64,12 @@ class Ladder:
         """Seconds of the budget that are left."""
         return float(self.options.budget - (time.monotonic() - self.start))
 
-    def worker(self, script: str) -> process.Worker:
+    def worker(self, command: tuple[str, ...]) -> process.Worker:
         """Return a child process, which starts when it is first called."""
         environment = process.environment(gemm.target())
         paths = [str(HERE.parent), str(HERE), environment["PYTHONPATH"]]
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
-        return process.Worker((sys.executable, str(HERE / script)), environment, self.folder)
+        return process.Worker(command, environment, self.folder)
 
     # Building
 
@@ -97,39 +97,36 @@ class Ladder:
         funcs = {kn: tvm.ir.save_json(gemm.block(*kn, self.options.layout)) for kn in by_problem}
         queue = [(*kn, knobs) for kn, group in by_problem.items() for knobs in group]
         position = {item: i for group in by_problem.values() for i, item in enumerate(group)}
-        queue.sort(key=lambda item: position[item[2]], reverse=True)
+        queue.sort(key=lambda item: position[item[2]])
         total, deadline = len(queue), time.monotonic() + 0.6 * self.left()
 
-        def serve(worker: process.Worker) -> None:
-            while queue and time.monotonic() < deadline:
-                try:
-                    k, n, knobs = queue.pop()
-                except IndexError:
-                    break
-                path = str(self.folder / f"{k}x{n}-{len(self.built)}-{time.monotonic_ns()}.so")
-                request = {
-                    "op": "build",
-                    "target": gemm.target_json(),
-                    "func": funcs[k, n],
-                    "template": "tvmcap.schedules.hopper_gemm:TEMPLATE",
-                    "knobs": hopper_gemm.TEMPLATE.knobs_to_json(knobs),
-                    "path": path,
-                }
-                reply = {**worker.call(request, BUILD_TIMEOUT_S), "path": path}
-                self.built[k, n, knobs] = reply
-                if "error" in reply:
-                    self.tell("build", f"{k}x{n} {gemm.changed(knobs)}", reply["error"])
-                if worker.served >= BUILDS_A_WORKER:
-                    worker.stop()
-            worker.stop()
+        def work(worker: process.Worker, item: tuple[int, int, Any]) -> None:
+            if time.monotonic() > deadline:
+                return
+            k, n, knobs = item
+            path = str(self.folder / f"{k}x{n}-{len(self.built)}-{time.monotonic_ns()}.so")
+            request = {
+                "op": "build",
+                "target": gemm.target_json(),
+                "func": funcs[k, n],
+                "template": "tvmcap.schedules.hopper_gemm:TEMPLATE",
+                "knobs": hopper_gemm.TEMPLATE.knobs_to_json(knobs),
+                "path": path,
+            }
+            reply = {**worker.call(request, BUILD_TIMEOUT_S), "path": path}
+            self.built[k, n, knobs] = reply
+            if "error" in reply:
+                self.tell("build", f"{k}x{n} {gemm.changed(knobs)}", reply["error"])
+            if worker.served >= BUILDS_A_WORKER:
+                worker.stop()
 
-        workers = [self.worker("gemm_builder.py") for _ in range(self.options.workers)]
+        builder = process.command("cuda", builds=True)
+        workers = [self.worker(builder) for _ in range(self.options.workers)]
         start = time.monotonic()
         try:
             with ThreadPoolExecutor(len(workers)) as pool:
-                list(pool.map(serve, workers))
+                process.share_out(pool, workers, queue, work)
         finally:
-            queue.clear()
             for worker in workers:
                 worker.stop()
         self.built_s = time.monotonic() - start
@@ -144,7 +141,7 @@ class Ladder:
 
     def run(self, plan: dict[Shape, list[Setting]]) -> None:
         """Time every setting of every shape; shapes share what is left of the budget."""
-        runner = self.worker("gemm_runner.py")
+        runner = self.worker((sys.executable, str(HERE / "gemm_runner.py")))
         try:
             for i, (shape, settings) in enumerate(plan.items()):
                 if self.left() < 5:
@@ -244,17 +241,6 @@ class Ladder:
             },
         }
         self.options.json.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def shape_line(shape: Shape, measured: Row, best: list[Row]) -> str:
-    """Render one shape: the vendor's time, and the three best settings."""
-    base = vendor(measured)
-    parts = [f"{shape}: cuBLASLt {base:.2f} us" if base else f"{shape}: no baseline"]
-    for row in best[:3]:
-        us = statistics.median(row["us"])
-        ratio = f" ({base / us:.3f}x)" if base else ""
-        parts.append(f"  {us:.2f} us{ratio} {row['rung']} {gemm.changed(row['knobs'])}")
-    return "\n".join(parts)
 
 
 def _short(reply: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common import timed
+from gemm_common import changed
 
 from tvmcap.base.timing import summarize
 
@@ -91,6 +92,17 @@ def best_of_rungs(shape: Any, candidates: Sequence[Row]) -> dict[str, Row]:
         if old is None or statistics.median(row["us"]) < statistics.median(old["us"]):
             best[row["rung"]] = row
     return best
+
+
+def shape_line(shape: Any, measured: Row, best: Sequence[Row]) -> str:
+    """Render one shape: the vendor's time, and the three best settings."""
+    base = vendor(measured)
+    parts = [f"{shape}: cuBLASLt {base:.2f} us" if base else f"{shape}: no baseline"]
+    for row in best[:3]:
+        us = statistics.median(row["us"])
+        ratio = f" ({base / us:.3f}x)" if base else ""
+        parts.append(f"  {us:.2f} us{ratio} {row['rung']} {changed(row['knobs'])}")
+    return "\n".join(parts)
 
 
 def rung_table(shapes: Mapping[Any, Row], candidates: Sequence[Row]) -> str:

@@ -89,7 +89,7 @@ class Sanitizer:
                                  "func": tvm.ir.save_json(func)})  # fmt: skip
 
         def one(chunk: list[dict[str, Any]]) -> None:
-            builder = self.worker(sys.executable, str(_HERE / "gemm_builder.py"))
+            builder = self.worker(*process.command("cuda", builds=True))
             for job in chunk:
                 request = {
                     "op": "build",
@@ -110,7 +110,7 @@ class Sanitizer:
 
         from tvmcap.kernel import spaces, tasks
 
-        builder = self.worker(sys.executable, str(_HERE / "gemm_builder.py"))
+        builder = self.worker(*process.command("cuda", builds=True))
         worker = self.worker(*_WORKER)
         for k, n in PROBLEMS:
             task = tasks.make_task(gemm.block(k, n), gemm.target(), spaces.find)

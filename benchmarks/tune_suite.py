@@ -7,9 +7,10 @@
 ``capture`` writes fused kernels as files; with ``--schemes`` those of the block in 8 bits, else in
 bf16. ``tune`` tunes the block at the rows that the suite has for each (K, N) (and ``--rows`` beside
 them), and the row template's cases; records go to DIR, and a run goes on where the last one
-stopped. ``compact`` adds the records of DIR to those that ship: for each task and size the fastest
-candidates and others, drawn, that a cost model learns from, ``--most`` in all. Records of other
-template source are dropped, and so are features that can be computed again.
+stopped. ``compact`` merges the measurements of DIR, without failures and without features that can
+be computed again, into the records that ship, and prunes those as ``tvmcap cache prune`` does: for
+each task and size the fastest candidates stay, and others, drawn, that a cost model learns from,
+``--most`` in all.
 """
 
 from __future__ import annotations
@@ -27,12 +28,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
-import numpy as np
 import quantized_gemm as quantized
 
 ROW_CASE_ROWS = 8192
-BEST = 3
-"""Candidates of a task and size that ship in any case."""
 MOST_BYTES = 8_000_000
 
 
@@ -140,39 +138,29 @@ def names_of(options: argparse.Namespace) -> list[str]:
     return [f"{k}x{n}" for k, n in problems(gemm.parse_shapes(options.shapes))] + cases
 
 
-def compact(logs: Path, to: Path, most: int, seed: int = 0) -> list[Any]:
-    """Write the records that ship to the folder ``to``, and return them."""
-    from tvmcap.kernel.records import RecordStore, canonical
-    from tvmcap.kernel.stores import template_hashes
+def compact(logs: Path, to: Path, most: int) -> Any:
+    """Merge the measurements of ``logs`` into the records that ship, and prune those."""
+    from tvmcap.kernel.records import RecordStore
+    from tvmcap.kernel.stores import open_store
+    from tvmcap.kernel.upkeep import BEST, prune, why_dropped
     from tvmcap.schedules import TEMPLATES
 
-    hashes = template_hashes()
     recalled = {template.name for template in TEMPLATES if template.recall is not None}
-    groups: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for record in [*RecordStore(to).records, *RecordStore(logs).records]:
-        if record.template is not None and hashes.get(record.template) != record.template_hash:
-            continue
-        if record.error is None and record.median_us is not None:
-            if record.template in recalled:
-                record = replace(record, features=None)
-            where = [record.key.workload_hash, record.template, record.sizes, record.target]
-            timings = groups[canonical(where)][record.candidate]
-            if record not in timings:
-                timings.append(record)
-    rng = np.random.default_rng(seed)
-    kept: list[Any] = []
-    for _, found in sorted(groups.items()):
-        ranked = sorted(found.values(), key=lambda r: r[-1].median_us)
-        rest = ranked[BEST:]
-        chosen = rng.permutation(len(rest))[: max(0, most - BEST)]
-        for timings in ranked[:BEST] + [rest[i] for i in sorted(chosen)]:
-            kept += timings
-    text = "".join(record.to_line() + "\n" for record in kept)
-    if len(text) > MOST_BYTES:
-        raise SystemExit(f"{len(text)} bytes are more than {MOST_BYTES}: keep fewer of each")
-    to.mkdir(parents=True, exist_ok=True)
-    (to / "records.jsonl").write_text(text)
-    return kept
+    measured = [record for record in open_store(logs).records if record.error is None]
+    why = why_dropped(measured, best=len(measured), sample=0)
+    shipped = RecordStore(to)
+    shipped.append_missing(
+        replace(record, features=None) if record.template in recalled else record
+        for record, reason in zip(measured, why, strict=True)
+        if reason is None
+    )
+    done = prune(to, best=BEST, sample=max(0, most - BEST))
+    if done.bytes[1] > MOST_BYTES:
+        raise SystemExit(
+            f"{shipped.path}: {done.bytes[1]} bytes are more than {MOST_BYTES}: compact again with "
+            "a smaller --most"
+        )
+    return done
 
 
 def main() -> None:
@@ -204,8 +192,8 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         tune(options.folder, options)
     else:
-        kept = compact(options.logs, options.to, options.most)
-        print(f"{options.to}: {len(kept)} records")
+        done = compact(options.logs, options.to, options.most)
+        print(f"{options.to}: {done.kept} records; dropped: {dict(done.dropped)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from tvmcap.schedules import hopper_estimate as he
 from tvmcap.schedules.hopper_columns import GROUPS, KNOBS, Columns, Sizes, sizes_of
-from tvmcap.schedules.hopper_plan import CLUSTERS, SHARED_BYTES, SM_COUNT, Plan
+from tvmcap.schedules.hopper_plan import SHARED_BYTES, SM_COUNT, Plan
 from tvmcap.schedules.skinny_plan import skinny_bytes
 
 _PROBLEM = ("log_rows", "log_n", "log_k", "batch", "item", "out_item", "a_km", "b_kn")
@@ -75,13 +75,12 @@ def _derived(sizes: Sizes, c: Columns, points: Sequence[Any]) -> dict[str, Any]:
     # of a setting with the operands exchanged, bm are columns and bn rows
     high = np.where(c.swapped, c.bn, c.bm)
     wide = np.where(c.swapped, c.bm, c.bn)
-    cluster = c.cluster_m * c.cluster_n * c.split
     row_tiles = he.ceil(sizes.rows, high * c.cluster_m) * c.cluster_m
     column_tiles = he.ceil(sizes.n, wide * c.cluster_n) * c.cluster_n
     tiles = sizes.batch * row_tiles * column_tiles * c.split
     shared = shared_bytes(sizes, c, points)
     resident = np.where(c.swapped, np.maximum(SHARED_BYTES // (shared + 1024), 1), 1)
-    places = np.where(c.swapped, SM_COUNT * resident, _at_once(cluster))
+    places = np.where(c.swapped, SM_COUNT * resident, he.at_once(c))
     waves = he.ceil(tiles, places)
     steps = he.ceil(he.ceil(sizes.k, c.bk), c.split)
     mma, load = he.mma_cycles(c, sizes), he.load_cycles(c, sizes)
@@ -110,12 +109,6 @@ def _derived(sizes: Sizes, c: Columns, points: Sequence[Any]) -> dict[str, Any]:
         np.log(estimate),
     )
     return dict(zip(_DERIVED, values, strict=True))
-
-
-def _at_once(cluster: Any) -> Any:
-    """CTAs that run at once in clusters of a size."""
-    table = np.array([CLUSTERS.get(size, 1) * size for size in range(max(CLUSTERS) + 1)])
-    return table[cluster]
 
 
 def _registers(c: Columns) -> Any:

@@ -24,6 +24,8 @@ for _name in [name for name in os.environ if name.startswith("TVMCAP_")]:
 os.environ["TVMCAP_CHECK"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(_HOME, "cache")
 os.environ["XDG_DATA_HOME"] = os.path.join(_HOME, "data")
+# torch.compile's, shared by all processes of a session: they compile the same headers and blocks
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_HOME, "inductor")
 os.environ.setdefault("TVM_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import tvmcap
+from tests.quantizing import build
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tvmcap/capture", "tvmcap/kernel", "schedules", "tests", "benchmarks", "docs")
@@ -158,7 +158,6 @@ def test_one_scale_a_tensor_loses_points(trained) -> None:
 @torch.no_grad()
 def test_one_scale_a_row_loses_none(scheme, dtype, trained, tmp_path) -> None:
     model, _, test = trained
-    options = {"target": "llvm", "dynamic": {0: {0: "B"}}, "tune": "none", "verify": False}
-    lib = tvmcap.build(model, (test[0][:64],), quantize=scheme, cache_dir=str(tmp_path), **options)
+    lib = build(model, test[0][:64], tmp_path, quantize=scheme)
     assert [x.scheme for x in lib.accuracy.layers] == [dtype] * 4
     assert accuracy(lib, test) >= accuracy(model, test) - POINTS

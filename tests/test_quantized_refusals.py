@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import tvmcap
+from tests.quantizing import build, data
 from tvmcap.base.errors import AccuracyError, ConfigError, QuantizeError
 from tvmcap.base.quantization import MAX_K
 
@@ -23,17 +23,6 @@ class Linear(nn.Module):
 
     def forward(self, x):
         return self.up(x)
-
-
-def build(model, x, tmp_path, **options):
-    options = {"target": "llvm", "tune": "none", "verify": False, **options}
-    return tvmcap.build(
-        model.eval(), (x,), dynamic={0: {0: "B"}}, cache_dir=str(tmp_path), **options
-    )
-
-
-def data(rows=8, k=48):
-    return torch.randn(rows, k, generator=torch.Generator().manual_seed(3))
 
 
 def test_sums_that_int32_cannot_hold(tmp_path) -> None:
@@ -59,11 +48,11 @@ def test_weights_that_no_scale_covers(value, tmp_path) -> None:
     with torch.no_grad():
         model.up.weight[3, 5] = value
     with pytest.raises(QuantizeError, match=r"'up.weight' holds NaN or Inf.*keep="):
-        build(model, data(), tmp_path, quantize="int8")
+        build(model, data(8, 48, seed=3), tmp_path, quantize="int8")
 
 
 def test_inputs_that_measure_nothing(tmp_path) -> None:
-    x = data()
+    x = data(8, 48, seed=3)
     with pytest.raises(QuantizeError, match=r"output 'out0' .* NaN or Inf everywhere .* held out"):
         build(Linear(), x, tmp_path, quantize="int8", calibration=[x, x * float("nan")])
 
@@ -72,7 +61,7 @@ def test_calibration_without_inputs(tmp_path) -> None:
     static = {"activations": "static"}
     for nothing in ([], iter(())):
         with pytest.raises(ConfigError, match="there are no inputs in it"):
-            build(Linear(), data(), tmp_path, quantize=static, calibration=nothing)
+            build(Linear(), data(8, 48, seed=3), tmp_path, quantize=static, calibration=nothing)
 
 
 def test_constant_activations(tmp_path) -> None:
@@ -84,12 +73,13 @@ def test_constant_activations(tmp_path) -> None:
 
 def test_a_scheme_that_the_gpu_lacks(tmp_path) -> None:
     with pytest.raises(QuantizeError, match="sm_80 has no e4m3, which starts at sm_89; use 'int8'"):
-        build(Linear(), data(), tmp_path, quantize="fp8", target="cuda:sm_80")
+        build(Linear(), data(8, 48, seed=3), tmp_path, quantize="fp8", target="cuda:sm_80")
 
 
 def test_a_missed_budget_carries_its_report(tmp_path) -> None:
     with pytest.raises(AccuracyError, match="OUTSIDE the budget of 70 dB") as caught:
-        build(Linear(), data(), tmp_path, quantize={"budget_db": 70})
+        build(Linear(), data(8, 48, seed=3), tmp_path, quantize={"budget_db": 70})
+    assert "up.weight" in str(caught.value) and "keep=" in str(caught.value)
     report = pickle.loads(pickle.dumps(caught.value)).report
     assert not report.ok and report.layers[0].name == "up.weight"
     assert report.layers[0].sqnr_db < 70 and report.library_after is None

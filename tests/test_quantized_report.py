@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tvmcap
+from tests.quantizing import build, data
 from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.errors import LibraryError
 from tvmcap.cli import main
@@ -44,13 +45,8 @@ class Block(nn.Module):
 
 
 def test_sizes_before_are_those_of_an_unquantized_build(tmp_path) -> None:
-    def build(**options):
-        common = {"target": "llvm", "dynamic": {0: {0: "B"}}, "tune": "none", "verify": False}
-        return tvmcap.build(
-            Block().eval(), (torch.randn(16, 1024),), cache_dir=str(tmp_path), **common, **options
-        )
-
-    plain, lib = build(), build(quantize="int8")
+    x = data(16, 1024, seed=0)
+    plain, lib = build(Block(), x, tmp_path), build(Block(), x, tmp_path, quantize="int8")
     report = lib.accuracy
     exported = lib.export(tmp_path / "small.so")
     assert report.library_after == exported.stat().st_size

@@ -17,7 +17,7 @@ from torchao.quantization import (
     quantize_,
 )
 
-import tvmcap
+from tests.quantizing import build, data, sqnr_db
 
 SLACK_DB = 0.5
 QUIET = {"set_inductor_config": False}  # it would change settings of the whole process
@@ -67,29 +67,15 @@ SCHEMES = {
 }
 
 
-def sqnr_db(want, got):
-    want, got = want.double(), got.double().cpu()
-    return float(10 * torch.log10(want.square().sum() / (want - got).square().sum()))
-
-
 def both(scheme, theirs, dtype, target, tmp_path):
     """Return what our library and torchao's model keep of the float64 result, in dB."""
     model, device = Net().eval(), "cuda" if target == "cuda" else "cpu"
-    x = torch.randn(192, 256, generator=torch.Generator().manual_seed(11))
+    x = data(192, 256, seed=11)
     x *= torch.logspace(-0.5, 0.5, len(x))[:, None]  # so do the rows of activations
     with torch.no_grad():
         want = copy.deepcopy(model).double()(x.double())
         model, x = model.to(dtype), x.to(dtype)
-        lib = tvmcap.build(
-            model,
-            (x[:16],),
-            target=target,
-            dynamic={0: {0: "B"}},
-            quantize=scheme,
-            tune="none",
-            verify=False,
-            cache_dir=str(tmp_path),
-        )
+        lib = build(model, x[:16], tmp_path, target=target, quantize=scheme)
         other = copy.deepcopy(model).to(device)
         theirs(other)
         held = {type(m.weight).__name__ for m in (other.up, other.head)}

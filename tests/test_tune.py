@@ -21,11 +21,10 @@ import fake_template as fake
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError, TuneError
-from tvmcap.kernel import measure, records, tuner
+from tvmcap.kernel import measure, records
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.tune import tune_module
-from tvmcap.view import progress as view
 
 TARGET = fake.target()
 
@@ -276,33 +275,3 @@ def test_two_tuners_on_one_store(tmp_path: Path) -> None:
     assert store.bad_lines == 0
     assert len({(r.candidate, r.sizes["rows"]) for r in store.records}) >= 4
     assert {r.seed for r in store.records} == {1, 2}
-
-
-def test_progress_views(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    import io
-
-    from rich.console import Console
-
-    assert isinstance(view.default_progress(), view.LogProgress)
-    out = io.StringIO()
-    shown = view.RichProgress(Console(file=out, force_terminal=True, width=120))
-    with caplog.at_level("INFO", logger="tvmcap"):
-        for p in (shown, view.LogProgress()):
-            p.start(2)
-            p.update("task", None, 1, 0, 100.0)
-            p.update("task", 12345.6, 2, 1, 3.0)
-            p.finish()
-    assert "12.35 ms" in out.getvalue() and "1 failed" in out.getvalue()
-    assert "2/2 trials" in caplog.text and "12.35 ms" in caplog.text
-    assert capsys.readouterr().out == ""
-
-
-def test_weights_prefer_the_heavy_task() -> None:
-    entry = dict(session=None, batch=4, before=None)
-    heavy = tuner.Entry(weight=0.9, **entry)  # type: ignore[arg-type]
-    light = tuner.Entry(weight=0.1, **entry)  # type: ignore[arg-type]
-    assert heavy.priority > light.priority
-    heavy.gain, heavy.batches = 0.0, 60
-    assert light.priority > heavy.priority

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from running import check
 
+from tvmcap.capture import ir
 from tvmcap.capture.decompositions import missing_in_torch
+from tvmcap.capture.operators import decompose
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +223,19 @@ def test_rms_norm_as_a_gpu_spells_it(dtype) -> None:
     }
     check(together(forms), (x,))
     assert fused.default in missing_in_torch()
+
+
+def test_rms_norm_never_becomes_the_operator_of_gpus() -> None:
+    """Versions that keep ``_fused_rms_norm`` whole must not meet it."""
+    x, w = torch.randn(3, 6), torch.randn(6)
+    program = torch.export.export(Rms(), (x, w))
+    names = {str(node.target) for node in decompose(program, ir.known_operators()).graph.nodes}
+    assert "aten.rsqrt.default" in names and not any("rms_norm" in name for name in names)
+
+
+class Rms(torch.nn.Module):
+    """The operator as ``torch.export`` keeps it, before decomposition."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Normalise the rows of x."""
+        return F.rms_norm(x, (6,), w)

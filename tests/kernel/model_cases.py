@@ -23,6 +23,9 @@ KNOBS = [
 ]
 
 
+SOURCE, MACHINE = source_hash(hopper.TEMPLATE), fingerprint(TARGET)
+
+
 def made_up_us(sizes: Sizes, knobs: list[hopper.Knobs]) -> Any:
     """Return the estimate where columns of 16 bits and a group of 16 make kernels faster."""
     factor = [1.0 - 0.2 * (k.group == 16) + 0.3 * (k.groups == "columns") for k in knobs]
@@ -46,10 +49,10 @@ def record(sizes: Sizes, knobs: hopper.Knobs, us: float | None, **changes: Any) 
         "workload_hash": digest(workload),
         "sizes": {"rows": sizes.rows},
         "template": "hopper_gemm",
-        "template_hash": source_hash(hopper.TEMPLATE),
+        "template_hash": SOURCE,
         "knobs": dataclasses.asdict(knobs),
         "trace": None,
-        "target": fingerprint(TARGET),
+        "target": MACHINE,
         "tvm": tvm_version(),
         "median_us": us,
         "p10_us": us,

@@ -16,17 +16,7 @@ from tvmcap.kernel.intrinsics import expand
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
-
-CPU = tvm.get_global_func("target.llvm_get_system_cpu")()
-TARGET = tvm.target.Target({"kind": "llvm", "mcpu": CPU, "num-cores": 2})
-FUSE = (
-    relax.transform.LegalizeOps,
-    relax.transform.AnnotateTIROpPattern,
-    relax.transform.FoldConstant,
-    relax.transform.FuseOps,
-    relax.transform.FuseTIR,
-    relax.transform.DeadCodeElimination,
-)
+TARGET = gemm.TARGET
 
 
 def fused(fn, args, dynamic):
@@ -39,8 +29,7 @@ def fused(fn, args, dynamic):
 
     program = torch.export.export(Module(), args, dynamic_shapes={"inputs": dynamic})
     mod = from_exported_program(program, unwrap_unit_return_tuple=True)
-    with TARGET:
-        return tvm.transform.Sequential([p() for p in FUSE])(mod)
+    return gemm.fuse(mod)
 
 
 def compiled(fn, args, dynamic):
@@ -174,8 +163,7 @@ def test_bfloat16_chain():
             y = bb.emit(relax.op.exp(x))
             out = bb.emit_output(relax.op.add(relax.op.multiply(y, y), relax.op.maximum(y, x)))
         bb.emit_func_output(out)
-    with TARGET:
-        mod = tvm.transform.Sequential([p() for p in FUSE])(bb.get())
+    mod = gemm.fuse(bb.get())
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
             mod.update_func(name, expand(cpu_rules.schedule(func, TARGET)))

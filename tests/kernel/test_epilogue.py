@@ -6,36 +6,14 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
+from tests.schedules import gemm
 from tvmcap.kernel import epilogue as ep
-
-FUSE = (
-    relax.transform.LegalizeOps,
-    relax.transform.AnnotateTIROpPattern,
-    relax.transform.FoldConstant,
-    relax.transform.FuseOps,
-    relax.transform.FuseTIR,
-)
-TARGET = tvm.target.Target({"kind": "llvm"})
 
 
 def fused(shapes, build):
-    """Return the PrimFunc that FuseTIR makes of ``build(block_builder, *vars)``."""
-    bb = relax.BlockBuilder()
-    args = [
-        relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)
-    ]
-    with bb.function("main", args):
-        with bb.dataflow():
-            out = bb.emit_output(build(bb, *args))
-        bb.emit_func_output(out)
-    with TARGET:
-        mod = tvm.transform.Sequential([p() for p in FUSE])(bb.get())
-    called = [
-        f
-        for f in mod.functions.values()
-        if isinstance(f, tirx.PrimFunc) and "anchor" not in (f.attrs or {})
-    ]
-    return max(called, key=lambda f: len(f.params))
+    """Return the largest PrimFunc made of ``build(block_builder, *vars)``, all in float32."""
+    made = gemm.kernels([(shape, "float32") for shape in shapes], build)
+    return max(made, key=lambda f: len(f.params))
 
 
 def value_at(func, acc, loads):
@@ -55,7 +33,7 @@ def value_at(func, acc, loads):
         {"global_symbol": "main", "s_tir": True}
     )
     result = tvm.runtime.tensor(np.zeros(1, "float32"))
-    tvm.compile(tvm.IRModule({"main": kernel}), TARGET)["main"](result)
+    tvm.compile(tvm.IRModule({"main": kernel}), gemm.TARGET)["main"](result)
     return result.numpy()[0]
 
 

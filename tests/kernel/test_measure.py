@@ -201,7 +201,7 @@ def test_one_library_serves_all_sizes(task: tasks.Task, measurer: measure.Measur
     assert sum(name == one.name for name in measurer._built) == 1
 
 
-def test_builders_live_on_between_batches(task: tasks.Task) -> None:
+def test_builders_live_on_between_batches_and_end_with_the_measurer(task: tasks.Task) -> None:
     with measure.Measurer(TARGET, workers=1, time_s=0) as m:
         work = measure.Workload(task, {"B": 3}, seed=0)
         pids = []
@@ -210,6 +210,12 @@ def test_builders_live_on_between_batches(task: tasks.Task) -> None:
             assert result.cause is None
             pids.append(m._builders[0].pid)
         assert len(set(pids)) == 1 and m._builders[0].served == 4  # the reference's kernel as well
+        folder, started = m._folder, {pids[0], m.runners[0].worker.pid}
+        assert len(started) == 2 and None not in started and folder.exists()
+    assert not folder.exists()
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_workers_do_without_torch_and_intrinsics_and_use_the_threads(
@@ -223,22 +229,6 @@ def test_workers_do_without_torch_and_intrinsics_and_use_the_threads(
     assert "libtvm" in maps and "libtorch" not in maps
     with open(f"/proc/{worker._process.pid}/environ") as f:
         assert "TVM_NUM_THREADS=2" in f.read().split("\0")
-
-
-def test_close_leaves_no_process_and_no_file(task: tasks.Task) -> None:
-    with measure.Measurer(TARGET, workers=1, time_s=0) as m:
-        list(m.measure(measure.Workload(task, {"B": 2}, 0), [candidate(task, fake.Knobs(4))]))
-        folder = m._folder
-        pids = [
-            w._process.pid
-            for w in (*m._builders, *(r.worker for r in m.runners))
-            if w._process is not None
-        ]
-        assert len(pids) == 2 and folder.exists()
-    assert not folder.exists()
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def test_no_device_is_a_named_error() -> None:

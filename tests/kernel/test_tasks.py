@@ -10,7 +10,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from tests.schedules.products import TARGET, product
-from tvmcap.kernel import check, database, measure, tasks
+from tvmcap.kernel import check, database, measure, prim_func, tasks
 from tvmcap.schedules import gemm_match, simt_gemm
 
 
@@ -152,7 +152,7 @@ def test_bind_gives_static_code_and_leaves_the_task_alone() -> None:
     before = tvm.ir.save_json(task.func)
     bound = tasks.bind(task, {"B": 7})
     assert [int(e) for e in bound.params[0].shape] == [7, 32]
-    assert tasks.size_vars(bound) == []
+    assert prim_func.size_vars(bound) == []
     assert tvm.ir.save_json(task.func) == before
     x, w = (
         np.random.default_rng(0).standard_normal((7, 32)),

@@ -20,7 +20,7 @@ from tvmcap import pipeline
 from tvmcap.base import codegen
 from tvmcap.base.config import Config
 from tvmcap.capture.export import capture
-from tvmcap.kernel import apply, fallback, spaces, tasks, traces
+from tvmcap.kernel import apply, fallback, prim_func, spaces, tasks, traces
 from tvmcap.kernel import tensor_core_rule as rule
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement
@@ -106,7 +106,7 @@ def test_a_symbolic_product_takes_the_tile_of_a_trace(small, tmp_path, sizes) ->
     done = traces.apply_trace(func, proposal.trace, TARGET)
     code = source(done, TARGET)
     assert "wmma::mma_sync" in code and f"__launch_bounds__({threads})" in code
-    assert tasks.size_vars(done)
+    assert prim_func.size_vars(done)
 
 
 def test_a_record_at_one_size_serves_symbolic_rows(small, tmp_path) -> None:  # noqa: F811

@@ -27,8 +27,14 @@ FUSE = (
 )
 
 
-def fused(inputs, build, target=TARGET):
-    """Return the one PrimFunc made of ``build(block_builder, *vars)``."""
+def fuse(mod, target=TARGET):
+    """Return a Relax module whose main only calls fused kernels."""
+    with target:
+        return tvm.transform.Sequential([p() for p in FUSE])(mod)
+
+
+def kernels(inputs, build, target=TARGET):
+    """Return the PrimFuncs made of ``build(block_builder, *vars)``."""
     bb = relax.BlockBuilder()
     args = [
         relax.Var(f"x{i}", relax.TensorType(shape, dtype))
@@ -38,9 +44,12 @@ def fused(inputs, build, target=TARGET):
         with bb.dataflow():
             out = bb.emit_output(build(bb, *args))
         bb.emit_func_output(out)
-    with target:
-        mod = tvm.transform.Sequential([p() for p in FUSE])(bb.get())
-    (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
+    return [f for f in fuse(bb.get(), target).functions.values() if isinstance(f, tirx.PrimFunc)]
+
+
+def fused(inputs, build, target=TARGET):
+    """Return the one PrimFunc made of ``build(block_builder, *vars)``."""
+    (func,) = kernels(inputs, build, target)
     return func
 
 

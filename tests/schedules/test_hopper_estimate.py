@@ -12,10 +12,15 @@ import pytest
 
 from tests.schedules.hopper_cases import SWAPPED
 from tests.schedules.products import TARGET, product
+from tvmcap.kernel import dataset
+from tvmcap.kernel.records import RecordStore
+from tvmcap.kernel.stores import SHIPPED
+from tvmcap.schedules import hopper_estimate
 from tvmcap.schedules import hopper_gemm as hopper
 from tvmcap.schedules.hopper_gemm import Knobs
 
 BIG = Knobs(128, 256, 64, 4, "rows")
+PART = Knobs(128, 128, 64, 6, "rows", split=2, tma_store=False)
 SKINNY = Knobs(64, 16, 128, 8, **SWAPPED)
 TF32 = {"dtype": "float32", "out": "float32", "layout": "nk", "tf32": True}
 
@@ -64,6 +69,12 @@ def test_is_finite_and_positive_for_every_setting(shape) -> None:
         (16, 8192, 8192, SKINNY, replace(SKINNY, bk=64, stages=2)),  # too little under way
         (128, 1024, 16384, Knobs(128, 128, split=4, tma_store=False), Knobs(128, 128)),
         (300, 4096, 4096, Knobs(64, 64, 64, 8, "tiles"), Knobs(256, 128, 64, 3, "rows")),
+        (256, 4096, 14336, PART, replace(PART, cluster_m=2)),  # 32 clusters of 4 do not fit
+        (16, 6144, 1536, replace(SKINNY, stages=3), Knobs(64, 64, 64, 13)),
+        (16, 5120, 5120, replace(SKINNY, stages=5), replace(SKINNY, stages=11)),
+        (128, 4096, 1024, Knobs(64, 64, 128, 6), Knobs(64, 64, 64, 13, cluster_m=2)),
+        (1024, 4096, 4096, Knobs(), replace(Knobs(), late=False)),
+        (2049, 4104, 1000, Knobs(192, 192, 64, 4, "columns", 1, 2), Knobs(64, 64, 64, 13)),
     ],
     ids=str,
 )
@@ -93,6 +104,41 @@ def test_deeper_rings_are_no_slower() -> None:
     for knobs in (Knobs(128, 128, 64, 2), Knobs(128, 192, 64, 2, "rows")):
         us = times(gemm, *(replace(knobs, stages=stages) for stages in (2, 3, 4, 5)))
         assert us == sorted(us, reverse=True)
+
+
+@pytest.mark.parametrize("fixed", [{"split": 4}, {"split": 2, "cluster_m": 2}, {"split": 2}])
+def test_clusters_that_do_not_fit_wait(fixed) -> None:
+    knobs = Knobs(64, 64, 64, 8, "columns", tma_store=False, **fixed)
+    fit = hopper_estimate.RESIDENT[knobs.split * knobs.cluster_m]
+    rows = 64 * knobs.cluster_m
+    less, all_fit, more = (
+        times(problem(rows, 64 * clusters, 16384), knobs)[0] for clusters in (fit - 1, fit, fit + 1)
+    )
+    assert all_fit < 1.1 * less and more > 1.5 * all_fit
+
+
+def test_ctas_that_start_early_are_best_spread_out() -> None:
+    gemm = problem(16, 96 * 64, 4096, layout="nk")  # more than half the multiprocessors
+    alone, paired = replace(SKINNY, stages=11), replace(SKINNY, stages=5)
+    for knobs, early in ((alone, 1.0), (paired, 0.0)):
+        us, waits = times(gemm, knobs, replace(knobs, dependent=False))
+        assert us > waits if early else us == waits
+
+
+def test_first_choice_is_near_the_best_that_was_measured() -> None:
+    """Of the shipped records of each problem and number of rows."""
+    records = RecordStore(SHIPPED / "cuda").records
+    reached, in_order = {}, []
+    for group in dataset.of_template(records, hopper.TEMPLATE, TARGET):
+        pairs = zip(group.times_us, group.estimates_us or (), strict=True)
+        us, estimated = np.array([pair for pair in pairs if pair[0]]).T
+        reached[group.name] = us.min() / us[estimated.argmin()]
+        i, j = np.triu_indices(len(us), 1)
+        in_order.append(np.mean((us[i] < us[j]) == (estimated[i] < estimated[j])))
+    assert len(reached) > 50
+    assert min(reached.values()) > 0.87, min(reached, key=lambda name: reached[name])
+    assert np.exp(np.mean(np.log(list(reached.values())))) > 0.97
+    assert np.mean(in_order) > 0.86
 
 
 @pytest.mark.parametrize("shape", [{"rows": "B"}, {"rows": "B", "n": "8*T", "k": "8*T"}, TF32])

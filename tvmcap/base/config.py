@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base import quantization, ranges
+from tvmcap.base import ranges
 from tvmcap.base.errors import ConfigError
+from tvmcap.base.options import PATHS, checked, integer, is_integer
 from tvmcap.base.quantization import Quantize
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-def _integer(value: Any) -> Any:
-    """Make an int of what counts as one (NumPy's integers do); other values stay."""
-    try:
-        return value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return value
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -55,8 +42,8 @@ class Dim:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ConfigError(f"Dim name: expected an identifier such as 'B', got {self.name!r}")
         for field in ("min", "max"):
-            value = _integer(getattr(self, field))
-            if not (_is_integer(value) or (field == "max" and value is None)):
+            value = integer(getattr(self, field))
+            if not (is_integer(value) or (field == "max" and value is None)):
                 expected = "a whole number" + (" or None" if field == "max" else "")
                 raise ConfigError(f"Dim {self.name!r}: {field}: expected {expected}, got {value!r}")
             object.__setattr__(self, field, value)
@@ -64,13 +51,6 @@ class Dim:
             raise ConfigError(
                 f"Dim {self.name!r}: need 0 <= min <= max, got min={self.min}, max={self.max}"
             )
-
-
-#: Options whose names are fixed and whose passes do not exist yet: only the default is accepted.
-_RESERVED: dict[str, Any] = {
-    "backward": False,
-    "memory_budget": 1.0,
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +106,7 @@ class Config:
     def __post_init__(self) -> None:
         """Check what can be checked without a target."""
         for name in FIELDS:
-            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
         if self.calibration is not None and self.quantize is None:
             raise ConfigError("calibration has no effect without quantize; pass quantize='int8'")
         if (self.rpc is None) != (self.key is None):
@@ -161,99 +141,6 @@ def _plain(value: Any) -> Any:
 
 FIELDS = {f.name: f for f in fields(Config)}
 _NOT_FROM_TEXT = ("dynamic", "calibration")
-_NAMES = ("constants", "disable")
-_FLAGS = ("verify", "allow_tf32", "vendor_matmul")
-_PATHS = ("log_dir", "cache_dir", "dump")
-_A_NAME_LIST = "names of {}, such as ('a', 'b')"
-_A_FOLDER = "the path of a folder, or None"
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-
-
-def _is_address(value: Any) -> bool:
-    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
-
-
-def _is_seconds(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
-
-
-#: Fields with a form of their own.
-_PARSED: dict[str, Callable[[Any], Any]] = {
-    "quantize": quantization.parse,
-    "calibration": ranges.parse,
-}
-
-#: What each field must hold, and how to say that.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "target": (
-        lambda v: v is None or isinstance(v, str | Mapping),
-        "'llvm', 'cuda', a JSON object or None",
-    ),
-    "dynamic": (
-        lambda v: v is None or isinstance(v, Mapping),
-        "a dict of argument to {axis: name or Dim}, such as {'x': {0: 'B'}}, or None",
-    ),
-    "constants": (_are_names, _A_NAME_LIST.format("arguments")),
-    "disable": (_are_names, _A_NAME_LIST.format("passes")),
-    "tune": (
-        lambda v: (isinstance(v, str) and v in ("cached", "none")) or (_is_integer(v) and v >= 1),
-        "'cached', 'none' or a number of trials, at least 1",
-    ),
-    "budget_s": (
-        lambda v: v is None or _is_seconds(v),
-        "a positive number of seconds, or None for no limit",
-    ),
-    **{name: (lambda v: isinstance(v, bool), "True or False") for name in _FLAGS},
-    "seed": (lambda v: _is_integer(v) and 0 <= v < 1 << 63, "a whole number from 0 to 2**63 - 1"),
-    "workers": (
-        lambda v: v is None or (_is_integer(v) and v >= 1),
-        "a number of processes, at least 1, or None",
-    ),
-    "rpc": (lambda v: v is None or _is_address(v), "the HOST:PORT of an RPC tracker, or None"),
-    "key": (
-        lambda v: v is None or (isinstance(v, str) and bool(v) and not {" ", ":"} & {*v}),
-        "a name without spaces or colons, or None",
-    ),
-    **{name: (lambda v: v is None or isinstance(v, str), _A_FOLDER) for name in _PATHS},
-}
-
-
-def _checked(name: str, value: Any, where: str = "") -> Any:
-    """Return a field's value in its plain form; raises ConfigError where it has the wrong type."""
-    if name in _RESERVED:
-        if not isinstance(value, int | float | None) or value != _RESERVED[name]:
-            raise ConfigError(
-                f"{where}{name}={value!r}: this version of tvmcap cannot do that yet; leave {name} "
-                "out"
-            )
-        return value
-    if name in _PARSED:
-        try:
-            return _PARSED[name](value)
-        except ConfigError as e:
-            raise ConfigError(f"{where}{e}") from e
-    plain = _plain_form(name, value)
-    fits, expected = _EXPECTED[name]
-    if not fits(plain):
-        raise ConfigError(f"{where}{name}: expected {expected}, got {value!r}")
-    return plain
-
-
-def _plain_form(name: str, value: Any) -> Any:
-    if name in _NAMES:
-        if isinstance(value, str):
-            return tuple(part for part in value.split(",") if part)
-        listed = isinstance(value, Iterable) and not isinstance(value, bytes | Mapping)
-        return tuple(value) if listed else value
-    if name in _PATHS:
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        return None if path == "" else path
-    return _integer(value) if name in ("tune", "seed", "workers") else value
 
 
 def make_config(config: Config | None = None, **options: Any) -> Config:
@@ -290,7 +177,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {e}") from e
     for name in data:
         _check_name(name, f"option in {path}:")
-    return {name: _checked(name, value, f"{path}: ") for name, value in data.items()}
+    return {name: checked(name, value, f"{path}: ") for name, value in data.items()}
 
 
 #: Variables that are switches of the process and not fields of Config.
@@ -306,10 +193,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         _check_name(name, f"variable {key}:")
         if name in _NOT_FROM_TEXT:
             raise ConfigError(f"{key} cannot be given as text; pass {name}= in Python")
-        if name in _PATHS and not text:
+        if name in PATHS and not text:
             continue  # as if it were not set
         try:
-            options[name] = _checked(name, parse_option(name, text))
+            options[name] = checked(name, parse_option(name, text))
         except ConfigError as e:
             raise ConfigError(f"{key}: {e}") from e
     return options

@@ -34,7 +34,21 @@ def fused_rms_norm(
     return (result if weight is None else result * weight).to(x.dtype), scale
 
 
+def rms_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Write ``aten.rms_norm`` so on every device; torch's own becomes ``_fused_rms_norm`` on a GPU.
+
+    Some versions leave that one whole whatever the table says, because a GPU has a kernel for it.
+    """
+    return fused_rms_norm(x, normalized_shape, weight, eps)[0]
+
+
 def missing_in_torch() -> dict[Any, Callable[..., Any]]:
-    """List by operator what PyTorch's own table of decompositions lacks here."""
+    """List by operator what PyTorch's own table of decompositions lacks here, or does otherwise."""
+    found: dict[Any, Callable[..., Any]] = {torch.ops.aten.rms_norm.default: rms_norm}
     operator = getattr(torch.ops.aten, "_fused_rms_norm", None)
-    return {} if operator is None else {operator.default: fused_rms_norm}
+    return found if operator is None else {**found, operator.default: fused_rms_norm}

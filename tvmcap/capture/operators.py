@@ -81,16 +81,16 @@ def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgr
 
     In-place ones become pure.
     """
-    ours = missing_in_torch()
     table = torch.export.default_decompositions()
-    table.update(ours)
+    table.update(missing_in_torch())
     for operator in WHOLE:
         table.pop(operator, None)
     program = program.run_decompositions(table)
     for _ in range(4):
         missing = {n.target for n in calls(program.graph) if not is_known(n, known)}
-        known_to_torch = {t: decomposition_table[t] for t in missing if t in decomposition_table}
-        extra: dict[Any, Any] = known_to_torch | {t: ours[t] for t in missing if t in ours}
+        extra: dict[Any, Any] = {
+            t: decomposition_table[t] for t in missing if t in decomposition_table
+        }
         if not extra:
             break
         tried = program.run_decompositions(extra)

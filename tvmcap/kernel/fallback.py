@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from tvmcap.base.errors import BuildError
-from tvmcap.kernel import cpu_rules, intrinsics, tasks, tensor_core_rule
+from tvmcap.kernel import cpu_rules, intrinsics, prim_func, tensor_core_rule
 from tvmcap.kernel.features import copy_func
 from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 
@@ -53,7 +53,7 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
     from tvm.s_tir import dlight
 
     def use(rule: Any, func: Any, target: Any) -> Any:
-        if {str(p.dtype) for p in func.params if tasks.is_tensor(p)} & {"float16", "int8"}:
+        if {str(p.dtype) for p in func.params if prim_func.is_tensor(p)} & {"float16", "int8"}:
             import_tensor_intrinsics()  # which dlight would do, slowly
         found = rule.apply(func, target, False)
         first = found[0] if isinstance(found, list) else found

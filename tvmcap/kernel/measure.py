@@ -121,23 +121,7 @@ class Measurer:
             for item in items:
                 work(self.runners[0], item)
             return
-        queue = [*reversed(items)]
-
-        def serve(runner: Runner) -> None:
-            while queue:
-                try:
-                    item = queue.pop()
-                except IndexError:
-                    return
-                work(runner, item)
-
-        try:
-            list(self._devices.map(serve, self.runners))
-        except BaseException:
-            queue.clear()
-            for runner in self.runners:
-                runner.stop()
-            raise
+        process.share_out(self._devices, self.runners, items, work)
 
     def measure(
         self,
@@ -177,33 +161,22 @@ class Measurer:
         """
         requests = {self._key(w): self._plain_request(w) for w in workloads if self._is_new(w)}
         requests |= {c.name: _request(c) for c in candidates if c.name not in self._built}
-        queue = [*reversed(requests.items())]
 
-        def serve(worker: Worker) -> None:
-            while queue:
-                try:
-                    name, request = queue.pop()
-                except IndexError:
-                    return
-                reply = self._build_one(worker, request)
-                if process.of_machine(reply, self._folder):
-                    free = shutil.disk_usage(self._folder).free >> 20
-                    raise TuneError(
-                        f"this machine cannot compile candidates (the disk of {self._folder} has "
-                        f"{free} MiB left; TMPDIR names another): {reply['error']['message']}"
-                    )
-                self._built[name] = reply
+        def work(worker: Worker, item: tuple[str, dict[str, Any]]) -> None:
+            name, request = item
+            reply = self._build_one(worker, request)
+            if process.of_machine(reply, self._folder):
+                free = shutil.disk_usage(self._folder).free >> 20
+                raise TuneError(
+                    f"this machine cannot compile candidates (the disk of {self._folder} has "
+                    f"{free} MiB left; TMPDIR names another): {reply['error']['message']}"
+                )
+            self._built[name] = reply
+
+        process.share_out(self._threads, self._builders, requests.items(), work)
+        for worker in self._builders:
             if worker.served > _BUILDS_A_WORKER:
                 worker.stop()
-
-        try:
-            if queue:
-                list(self._threads.map(serve, self._builders))
-        except BaseException:
-            queue.clear()
-            for worker in self._builders:
-                worker.stop()
-            raise
         return [self._built[c.name] for c in candidates]
 
     def _build_one(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:

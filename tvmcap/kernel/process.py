@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tvmcap.base import codegen
 from tvmcap.base.errors import TuneError
@@ -126,6 +127,43 @@ class Worker:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self._process = None
+
+
+class _Stoppable(Protocol):
+    def stop(self) -> None: ...
+
+
+_Server = TypeVar("_Server", bound=_Stoppable)
+_Item = TypeVar("_Item")
+
+
+def share_out(
+    threads: Executor,
+    servers: Sequence[_Server],
+    items: Iterable[_Item],
+    work: Callable[[_Server, _Item], None],
+) -> None:
+    """Call ``work`` for each item, on every server at once, the next item as soon as one is free.
+
+    Where a call raises, all servers are stopped and the error goes on.
+    """
+    queue = [*items][::-1]
+
+    def serve(server: _Server) -> None:
+        while queue:
+            try:
+                item = queue.pop()
+            except IndexError:  # another took the last one
+                return
+            work(server, item)
+
+    try:
+        list(threads.map(serve, servers))
+    except BaseException:
+        queue.clear()
+        for server in servers:
+            server.stop()
+        raise
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class Record:
 
     def to_line(self) -> str:
         """Return the line that a store holds, checksum included, without the newline."""
-        data = asdict(self)
+        data = vars(self)
         return canonical({**data, "sum": digest(data)})
 
     @staticmethod

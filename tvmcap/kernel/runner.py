@@ -14,7 +14,7 @@ from typing import Any
 import tvm
 
 from tvmcap.base.errors import TuneError
-from tvmcap.kernel import process, tasks
+from tvmcap.kernel import prim_func, process
 from tvmcap.kernel.candidates import Candidate, Measurement, Workload
 from tvmcap.kernel.process import Worker
 
@@ -112,7 +112,7 @@ class Runner:
         return {
             "args": [a for a in workload.args if "shape" in a],
             "seed": workload.seed,
-            "written": tasks.written(workload.task.func),
+            "written": prim_func.written(workload.task.func),
             "device": self.device,
             "outputs": outputs,
         }

@@ -11,6 +11,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
+from tvmcap.kernel.prim_func import has_reduction, is_tensor, size_vars, structure, substitute
 from tvmcap.kernel.records import TaskKey, digest
 
 Find = Callable[[Any, Any], "tuple[Any, Any] | None"]
@@ -19,7 +20,6 @@ Find = Callable[[Any, Any], "tuple[Any, Any] | None"]
 REPRESENTATIVE_SIZES = {"llvm": (1, 16, 128, 512), "cuda": (1, 16, 128, 512, 2048, 8192)}
 """By kind of target: the values of a symbolic extent to tune at, as far as they are in bounds."""
 _WORTH_BYTES = 1 << 20
-_REDUCTION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,14 +111,7 @@ def evaluate(extent: Any, size_vars: Sequence[SizeVar], sizes: Mapping[str, int]
     if isinstance(extent, int):
         return extent
     values = [(v.var, tirx.IntImm(v.var.ty.dtype, int(sizes[v.name]))) for v in size_vars]
-    return int(tvm.sym.Analyzer().simplify(_substitute(extent, values)))
-
-
-def _substitute(root: Any, values: Sequence[tuple[Any, Any]]) -> Any:
-    def replace(var: Any) -> Any:
-        return next((value for old, value in values if var.same_as(old)), var)
-
-    return tvm_ffi.structural_map(root, (tirx.Var, replace))
+    return int(tvm.sym.Analyzer().simplify(substitute(extent, values)))
 
 
 def bind(task: Task, sizes: Mapping[str, int]) -> Any:
@@ -134,48 +127,7 @@ def bind(task: Task, sizes: Mapping[str, int]) -> Any:
     if scalars:
         chosen = {p: value for p in scalars for old, value in values if p.same_as(old)}
         func = func.specialize(chosen)
-    return _substitute(func, values)
-
-
-def is_tensor(param: Any) -> bool:
-    """Whether a parameter of a PrimFunc is a tensor and not a number."""
-    return isinstance(param.ty, tirx.BufferType)
-
-
-def size_vars(func: Any) -> list[Any]:
-    """List the symbolic extents of a PrimFunc's arguments in order of appearance."""
-    found: list[Any] = []
-
-    def see(var: Any) -> None:
-        if not any(var.same_as(v) for v in found):
-            found.append(var)
-
-    for param in func.params:
-        if is_tensor(param):
-            for extent in param.shape:
-                tvm_ffi.structural_walk(extent, (tirx.Var, see))
-        else:
-            see(param)
-    return found
-
-
-def written(func: Any) -> list[int]:
-    """Return which tensor arguments, by index among those, the function writes."""
-    stored: list[Any] = []
-    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda s: stored.append(s.buffer)))
-    tensors = [p for p in func.params if is_tensor(p)]
-    return [i for i, p in enumerate(tensors) if any(p.same_as(b) for b in stored)]
-
-
-def _has_reduction(func: Any) -> bool:
-    found = False
-
-    def see(block: Any) -> None:
-        nonlocal found
-        found = found or any(int(v.iter_type) == _REDUCTION for v in block.iter_vars)
-
-    tvm_ffi.structural_walk(func.body, (tvm.s_tir.SBlock, see))
-    return found
+    return substitute(func, values)
 
 
 def argument_specs(
@@ -259,14 +211,8 @@ def _task(
     return Task(name, func, 1, template, problem, free, key, workload, (name,), typical)
 
 
-def structure(func: Any) -> str:
-    """Return the structural hash of a PrimFunc, whatever its attributes and names."""
-    plain = tirx.PrimFunc(func.params, func.body, func.ret_type).with_attr("s_tir", True)
-    return f"{tvm_ffi.structural_hash(plain) & (2**64 - 1):016x}"
-
-
 def _worth(task: Task) -> bool:
-    if task.template is not None or _has_reduction(task.func):
+    if task.template is not None or has_reduction(task.func):
         return True
     return work(task, task.sizes()[-1])[1] >= _WORTH_BYTES
 

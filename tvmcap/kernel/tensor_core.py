@@ -12,7 +12,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.schedule_rule import PyScheduleRule
 from tvm.s_tir.meta_schedule.schedule_rule.multi_level_tiling import ReuseType
 
-from tvmcap.kernel import tasks
+from tvmcap.kernel import prim_func
 from tvmcap.kernel.tensor_intrinsics import (
     SHARED,
     available,
@@ -28,7 +28,7 @@ def space(func: Any, target: Any) -> Any:
     if target.kind.name != "cuda":
         return "post-order-apply"
     rules = list(ms.schedule_rule.ScheduleRule.create("cuda"))
-    if len(tasks.written(func)) > 1:
+    if len(prim_func.written(func)) > 1:
         inline = ms.schedule_rule.AutoInline
         rules = [_inline_forward() if isinstance(rule, inline) else rule for rule in rules]
     kind = "cuda"

@@ -13,7 +13,7 @@ from tvm import s_tir, tirx
 from tvm.s_tir.dlight.analysis import get_root_block
 from tvm.s_tir.dlight.gpu import matmul as dlight
 
-from tvmcap.kernel import tasks
+from tvmcap.kernel import prim_func
 from tvmcap.kernel.tensor_intrinsics import (
     SHARED,
     available,
@@ -61,7 +61,7 @@ NARROW = Tile((1, 4), (2, 1), 4)
 
 def schedule(func: tirx.PrimFunc, target: Any, tile: Tile | None = None) -> tirx.PrimFunc | None:
     """Return the scheduled product, or None where ``func`` is none that this schedule fits."""
-    if not available(target) or len(tasks.written(func)) != 1 or gemm_match.read(func) is None:
+    if not available(target) or len(prim_func.written(func)) != 1 or gemm_match.read(func) is None:
         return None
     sch = s_tir.Schedule(func)
     found = _normalize(sch)

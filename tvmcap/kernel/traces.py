@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tvmcap.kernel import intrinsics, tasks, tensor_core_rule
+from tvmcap.kernel import intrinsics, prim_func, tensor_core_rule
 from tvmcap.kernel.features import copy_func, replay
 
 log = logging.getLogger("tvmcap")
@@ -40,14 +40,14 @@ def open_splits(trace: Sequence[Any]) -> list[Any]:
 
 def lends_tile(func: Any, trace: Sequence[Any]) -> bool:
     """Whether a trace gives a PrimFunc of symbolic sizes its tile alone."""
-    return bool(tasks.size_vars(func)) and tensor_core_rule.tile_of(trace) is not None
+    return bool(prim_func.size_vars(func)) and tensor_core_rule.tile_of(trace) is not None
 
 
 def _apply(func: Any, trace: Sequence[Any], target: Any) -> Any:
     if lends_tile(func, trace):
         tile = tensor_core_rule.tile_of(trace)
         return tensor_core_rule.schedule(copy_func(func), target, tile)
-    opened = open_splits(trace) if tasks.size_vars(func) else trace
+    opened = open_splits(trace) if prim_func.size_vars(func) else trace
     return replay(func, opened).mod["main"]
 
 

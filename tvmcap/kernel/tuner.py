@@ -14,47 +14,21 @@ from typing import Any
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
-from tvmcap.kernel import fallback, remote, tasks
-from tvmcap.kernel import models as cost_models
-from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel import remote, tasks
+from tvmcap.kernel.entries import Entry, Sessions, choose, open_entries
 from tvmcap.kernel.interrupt import interruptible
-from tvmcap.kernel.loop_features import LOOP_NESTS
-from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
 from tvmcap.kernel.runner import Runner, WorkloadError
 from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
-from tvmcap.kernel.template_search import TemplateSession
 from tvmcap.kernel.tracker import NoServerError
 
 logger = logging.getLogger("tvmcap")
 
 DEFAULT_TRIALS = 64
-_LARGEST_BATCH = {"template": 8, "trace": 16}
-_SMALLEST_BATCH = 4
 _CONFIRMED = 3
-_OPTIMISM = 0.3
-
-
-@dataclass(eq=False)
-class Entry:
-    """A session with its share of the work; ``before`` is the candidate it is compared with."""
-
-    session: Session
-    weight: float
-    batch: int
-    before: str | None
-    trials: int = 0
-    batches: int = 0
-    gain: float = 1.0
-    exhausted: bool = False
-
-    @property
-    def priority(self) -> float:
-        """Weight times what the last batch gained, with hope for what was tried little."""
-        return self.weight * (self.gain + _OPTIMISM / math.sqrt(1 + self.batches))
 
 
 @dataclass(eq=False)
@@ -91,7 +65,10 @@ class Run:
             self.progress.start(self.limit)
         try:
             with interruptible(), self._measurer() as measurer:
-                self.entries = self._think(self.open, measurer, found, sizes)
+                sessions = Sessions(self.target, self.stores, self.config.seed)
+                self.entries = self._think(
+                    open_entries, found, sizes, sessions, measurer, self.limit
+                )
                 while entries := self._next(measurer):
                     self._round(measurer, entries)
                 measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
@@ -122,54 +99,8 @@ class Run:
             self.stores = replace(self.stores, machine=measurer.runners[0].machine())
             yield measurer
 
-    def open(
-        self, measurer: Measurer, found: list[tasks.Task], sizes: Mapping[str, Sequence[int]] | None
-    ) -> list[Entry]:
-        """Return a session for each task and size, heavy ones first."""
-        models: dict[str, RankModel] = {}
-        entries: list[Entry] = []
-        for task in found:
-            chosen = task.sizes(sizes)
-            flops, nbytes = tasks.work(task, chosen[-1])
-            for at in chosen:
-                session = self._session(task, at, models)
-                best = session.best()
-                weight = task.count * max(flops, 4 * nbytes) / len(chosen)
-                entries.append(Entry(session, weight, 0, None if best is None else best.candidate))
-        total = sum(e.weight for e in entries) or 1.0
-        # on a GPU's host, candidates for every worker between two updates of the model
-        workers = 0 if measurer.device == "cpu" else measurer.workers
-        for e in entries:
-            e.weight /= total
-            largest = max(_LARGEST_BATCH[e.session.task.key.kind], workers)
-            e.batch = max(_SMALLEST_BATCH, min(largest, self.limit // (3 * len(entries))))
-        return sorted(entries, key=lambda e: -e.weight)
-
-    def _session(
-        self,
-        task: tasks.Task,
-        at: dict[str, int],
-        models: dict[str, RankModel],
-    ) -> Session:
-        seed = self.config.seed
-        if task.template is None:
-            model = self._model(LOOP_NESTS, models)
-            return LoopNestSession(task, at, self.target, self.stores, seed, _rule, model)
-        model = self._model(task.template, models)
-        return TemplateSession(task, at, self.target, self.stores, seed, model)
-
-    def _model(self, template: Any, models: dict[str, RankModel]) -> RankModel:
-        """Return the model of a template or of loop nests, one for all sessions."""
-        if template.name not in models:
-            seed = self.config.seed
-            models[template.name] = cost_models.ready(self.stores, template, self.target, seed)
-        return models[template.name]
-
     def _next(self, measurer: Measurer) -> list[Entry]:
-        """Pick the sessions of the next round: each once, then by priority.
-
-        A round has work for every worker that builds and, where it can, every device.
-        """
+        """Pick the sessions of the next round; none where something is used up."""
         if self.trials >= self.limit:
             self.stopped = "trials"
             return []
@@ -177,16 +108,10 @@ class Run:
         if self.left_s() <= (each if self.trials else 0.0):
             self.stopped = "budget"
             return []
-        open_entries = [e for e in self.entries if not e.exhausted]
-        if not open_entries and any(e.session.converged for e in self.entries):
+        left = [e for e in self.entries if not e.exhausted]
+        if not left and any(e.session.converged for e in self.entries):
             self.stopped = "converged"
-        order = sorted(open_entries, key=lambda e: (e.batches > 0, -e.priority if e.batches else 0))
-        chosen: list[Entry] = []
-        while order and (
-            sum(e.batch for e in chosen) < measurer.workers or len(chosen) < len(measurer.runners)
-        ):
-            chosen.append(order.pop(0))
-        return chosen
+        return choose(left, measurer)
 
     def _round(self, measurer: Measurer, entries: list[Entry]) -> None:
         """Build the next candidates of some sessions at once, then measure session by session."""
@@ -362,10 +287,6 @@ class Run:
 
 def _median(record: Record | None) -> float | None:
     return None if record is None else record.median_us
-
-
-def _rule(func: Any, target: Any) -> Any:
-    return fallback.schedule(func, target)[0]
 
 
 def _top(session: Session, confirmed: set[str]) -> list[Record]:

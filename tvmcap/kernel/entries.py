@@ -1,0 +1,108 @@
+"""The sessions of a tuning run: one for each task and size, and which of them goes next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvmcap.kernel import fallback, tasks
+from tvmcap.kernel import models as cost_models
+from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel.loop_features import LOOP_NESTS
+from tvmcap.kernel.loop_search import LoopNestSession
+from tvmcap.kernel.measure import Measurer
+from tvmcap.kernel.search import Session
+from tvmcap.kernel.stores import Stores
+from tvmcap.kernel.template_search import TemplateSession
+
+_LARGEST_BATCH = {"template": 8, "trace": 16}
+_SMALLEST_BATCH = 4
+_OPTIMISM = 0.3
+
+
+@dataclass(eq=False)
+class Entry:
+    """A session with its share of the work; ``before`` is the candidate it is compared with."""
+
+    session: Session
+    weight: float
+    batch: int
+    before: str | None
+    trials: int = 0
+    batches: int = 0
+    gain: float = 1.0
+    exhausted: bool = False
+
+    @property
+    def priority(self) -> float:
+        """Weight times what the last batch gained, with hope for what was tried little."""
+        return self.weight * (self.gain + _OPTIMISM / math.sqrt(1 + self.batches))
+
+
+def open_entries(
+    found: Sequence[tasks.Task],
+    sizes: Mapping[str, Sequence[int]] | None,
+    sessions: Sessions,
+    measurer: Measurer,
+    trials: int,
+) -> list[Entry]:
+    """Return a session for each task and size, heavy ones first; ``trials`` are those of all."""
+    entries: list[Entry] = []
+    for task in found:
+        chosen = task.sizes(sizes)
+        flops, nbytes = tasks.work(task, chosen[-1])
+        for at in chosen:
+            session = sessions.open(task, at)
+            best = session.best()
+            weight = task.count * max(flops, 4 * nbytes) / len(chosen)
+            entries.append(Entry(session, weight, 0, None if best is None else best.candidate))
+    total = sum(e.weight for e in entries) or 1.0
+    # on a GPU's host, candidates for every worker between two updates of the model
+    workers = 0 if measurer.device == "cpu" else measurer.workers
+    for e in entries:
+        e.weight /= total
+        largest = max(_LARGEST_BATCH[e.session.task.key.kind], workers)
+        e.batch = max(_SMALLEST_BATCH, min(largest, trials // (3 * len(entries))))
+    return sorted(entries, key=lambda e: -e.weight)
+
+
+class Sessions:
+    """Opens sessions; those of one template, or of loop nests, share a cost model."""
+
+    def __init__(self, target: Any, stores: Stores, seed: int) -> None:
+        self.target, self.stores, self.seed = target, stores, seed
+        self._models: dict[str, RankModel] = {}
+
+    def open(self, task: tasks.Task, at: dict[str, int]) -> Session:
+        """Return the session of a task at given sizes."""
+        how = (task, at, self.target, self.stores, self.seed)
+        if task.template is None:
+            return LoopNestSession(*how, _rule, self._model(LOOP_NESTS))
+        return TemplateSession(*how, self._model(task.template))
+
+    def _model(self, template: Any) -> RankModel:
+        if template.name not in self._models:
+            found = cost_models.ready(self.stores, template, self.target, self.seed)
+            self._models[template.name] = found
+        return self._models[template.name]
+
+
+def _rule(func: Any, target: Any) -> Any:
+    return fallback.schedule(func, target)[0]
+
+
+def choose(entries: Sequence[Entry], measurer: Measurer) -> list[Entry]:
+    """Pick the sessions of the next round among those with candidates left.
+
+    Each goes once, then by priority. A round has work for every worker that builds and, where it
+    can, every device.
+    """
+    order = sorted(entries, key=lambda e: (e.batches > 0, -e.priority if e.batches else 0))
+    chosen: list[Entry] = []
+    while order and (
+        sum(e.batch for e in chosen) < measurer.workers or len(chosen) < len(measurer.runners)
+    ):
+        chosen.append(order.pop(0))
+    return chosen
