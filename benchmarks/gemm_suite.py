@@ -93,12 +93,15 @@ def build(folder: Path, names: Iterable[str], logs: str | None, workers: int) ->
 
 
 class Suite:
-    """A result file in the making."""
+    """A result file in the making; ``summary`` gives the figures that its rows come to."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(
+        self, options: argparse.Namespace, summary: Callable[[list[Row]], Row] | None = None
+    ) -> None:
         from common import meta
+        from gemm_tables import summary as of_gemms
 
-        self.options = options
+        self.options, self.summary = options, summary or of_gemms
         self.start = time.monotonic()
         self.meta = meta(("schedules",), dtype="bfloat16")
         self.rows: list[Row] = []
@@ -139,16 +142,13 @@ class Suite:
 
     def write(self) -> None:
         """Write meta, rows and what they come to."""
-        from gemm_tables import summary
-
-        data = {"meta": self.meta, "summary": summary(self.rows), "rows": self.rows}
+        data = {"meta": self.meta, "summary": self.summary(self.rows), "rows": self.rows}
         self.options.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the rows that are wanted and not there yet."""
     import gemm_rows
-    from gemm_tables import summary
 
     suite = Suite(options)
     suite.meta["bandwidth_gb_s"] = gb_s = gemm_rows.bandwidth()
@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
         row = partial(gemm_rows.never_tuned_row, shape, path, options)
         suite.add({"kind": "never tuned", **gemm_rows.names(shape)}, row)
     suite.write()
-    print(json.dumps(summary(suite.rows), indent=1), flush=True)
+    print(json.dumps(suite.summary(suite.rows), indent=1), flush=True)
 
 
 def parse() -> argparse.Namespace:

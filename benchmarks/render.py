@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cost_model_tables as cost
 import gemm_tables as gemm
+import quantize_tables
 
 from tvmcap.versions import COMPILER, source_hash
 
@@ -152,6 +153,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gemm_row_template": ("gemm_suite", lambda rows: gemm.row_table(_us)(rows)),
     "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
     "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
+    "quantize_gpu": ("quantize_gpu", lambda rows: quantize_tables.table(_us)(rows)),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
     "cost_model_cuda": ("cost_model", cost.orders),
     "cost_model_cuda_records": ("cost_model", cost.records),

@@ -1,10 +1,11 @@
 """Tune the problems of the GEMM suite, and pick what ships of the records.
 
-    python benchmarks/tune_suite.py capture FOLDER            fused kernels as files; needs no GPU
+    python benchmarks/tune_suite.py capture FOLDER [--schemes int8,e4m3]     needs no GPU
     python benchmarks/tune_suite.py tune FOLDER --logs DIR [--trials N] [--budget SECONDS]
     python benchmarks/tune_suite.py compact --logs DIR [--to tuning_logs/cuda] [--most 200]
 
-``tune`` tunes the block at the rows that the suite has for each (K, N) (and ``--rows`` beside
+``capture`` writes fused kernels as files; with ``--schemes`` those of the block in 8 bits, else in
+bf16. ``tune`` tunes the block at the rows that the suite has for each (K, N) (and ``--rows`` beside
 them), and the row template's cases; records go to DIR, and a run goes on where the last one
 stopped. ``compact`` merges the measurements of DIR, without failures and without features that can
 be computed again, into the records that ship, and prunes those as ``tvmcap cache prune`` does: for
@@ -27,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
+import quantized_gemm as quantized
 
 ROW_CASE_ROWS = 8192
 MOST_BYTES = 8_000_000
@@ -42,8 +44,17 @@ def problems(shapes: Sequence[gemm.Shape]) -> dict[tuple[int, int], list[int]]:
 
 def capture_one(name: str, path: Path) -> None:
     """Write the fused module of one function, as ``tvmcap.tune`` makes it, in TVM's JSON."""
-    import torch
     import tvm
+
+    size, _, scheme = name.partition("-")
+    fused = quantized.fused(*map(int, size.split("x")), scheme) if scheme else fused_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tvm.ir.save_json(fused))
+
+
+def fused_of(name: str) -> Any:
+    """Return the fused module of a function of the suite."""
+    import torch
     from gemm_suite import MAX_ROWS, example
 
     import tvmcap
@@ -57,9 +68,7 @@ def capture_one(name: str, path: Path) -> None:
     config = make_config(None, target="cuda:sm_90a", dynamic=dynamic)
     mod = capture(fn, args, None, config).mod
     passes = pipeline.front(gemm.target(), config.allow_tf32)
-    fused = pipeline.run(mod, passes, gemm.target(), config, pipeline.Trace())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tvm.ir.save_json(fused))
+    return pipeline.run(mod, passes, gemm.target(), config, pipeline.Trace())
 
 
 def capture_all(folder: Path, names: Iterable[str], workers: int) -> None:
@@ -86,17 +95,12 @@ def tune(folder: Path, options: argparse.Namespace) -> None:
     from tvmcap.view.progress import LogProgress
 
     target = make_target("cuda")
-    rows = problems(gemm.parse_shapes(options.shapes))
-    extra = [int(m) for m in options.rows.split(",")] if options.rows else []
     found = []
     for path in sorted(folder.glob("*.json")):
-        k, _, n = path.stem.partition("x")
-        is_gemm = k.isdecimal() and n.isdecimal()
-        if is_gemm and (int(k), int(n)) not in rows:
-            continue
-        sizes = sorted({*rows[int(k), int(n)], *extra}) if is_gemm else [ROW_CASE_ROWS]
+        sizes = sizes_of(path.stem, options)
         for task in tasks.extract(tvm.ir.load_json(path.read_text()), target, spaces.find):
-            found.append(replace(task, name=f"{path.stem}:{task.name}", typical=tuple(sizes)))
+            if sizes:
+                found.append(replace(task, name=f"{path.stem}:{task.name}", typical=sizes))
     config = Config(
         target="cuda", log_dir=str(options.logs), tune=options.trials, budget_s=options.budget,
         seed=options.seed,
@@ -106,6 +110,32 @@ def tune(folder: Path, options: argparse.Namespace) -> None:
     result = run.result()
     print(result, flush=True)
     print(f"{result.seconds / max(result.trials, 1):.3f} s a trial", flush=True)
+
+
+def sizes_of(name: str, options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the rows at which what a file of this name holds is tuned; () leaves it out."""
+    size, _, scheme = name.partition("-")
+    k, _, n = size.partition("x")
+    if not (k.isdecimal() and n.isdecimal()):
+        return (ROW_CASE_ROWS,)
+    asked = quantized.SHAPES if scheme and not options.shapes else gemm.parse_shapes(options.shapes)
+    rows = problems(asked).get((int(k), int(n)), [])
+    extra = [int(m) for m in options.rows.split(",")] if options.rows else []
+    return tuple(sorted({*rows, *extra})) if rows else ()
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Name what is captured: the problems of the schemes, or of bf16 and, for all, the rows'."""
+    import gemm_rows
+
+    if options.schemes:
+        schemes = options.schemes.split(",")
+        if not set(schemes) <= set(quantized.SCHEMES):
+            raise SystemExit(f"--schemes {options.schemes}: expected {','.join(quantized.SCHEMES)}")
+        asked = gemm.parse_shapes(options.shapes) if options.shapes else quantized.SHAPES
+        return [f"{k}x{n}-{scheme}" for k, n in problems(asked) for scheme in schemes]
+    cases = list(gemm_rows.ROW_CASES) if options.shapes is None else []
+    return [f"{k}x{n}" for k, n in problems(gemm.parse_shapes(options.shapes))] + cases
 
 
 def compact(logs: Path, to: Path, most: int) -> Any:
@@ -143,6 +173,7 @@ def main() -> None:
     parser.add_argument("--only", help="capture one KxN or case in this process")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--shapes", help="MxKxN,...; default: the suite")
+    parser.add_argument("--schemes", help="capture the block in 8 bits: int8,e4m3")
     parser.add_argument("--rows", help="further rows to tune each problem at, as 64,256")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--trials", type=int, default=2000)
@@ -154,12 +185,7 @@ def main() -> None:
     if options.verb == "capture" and options.only:
         capture_one(options.only, options.folder / f"{options.only}.json")
     elif options.verb == "capture":
-        import gemm_rows
-
-        shapes = gemm.parse_shapes(options.shapes)
-        names = [f"{k}x{n}" for k, n in problems(shapes)]
-        cases = list(gemm_rows.ROW_CASES) if options.shapes is None else []
-        capture_all(options.folder, names + cases, options.workers)
+        capture_all(options.folder, names_of(options), options.workers)
     elif options.verb == "tune":
         import logging
 

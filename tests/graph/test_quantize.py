@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -117,6 +118,51 @@ class AfterWeightOnly:
         return (c, b)
 
 
+@I.ir_module
+class BeforeHalf:
+    @R.function
+    def main(x: R.Tensor(("B", 3), "bfloat16"), w: R.Tensor((3, 2), "bfloat16")) -> R.Tensor(
+        ("B", 2), "bfloat16"
+    ):
+        B = T.int64()
+        with R.dataflow():
+            a: R.Tensor((B, 2), "bfloat16") = R.matmul(x, w)
+            R.output(a)
+        return a
+
+
+@I.ir_module
+class AfterHalf:
+    @R.function
+    def main(
+        x: R.Tensor(("B", 3), "bfloat16"),
+        w: R.Tensor((3, 2), "int8"),
+        scale: R.Tensor((2,), "float32"),
+    ) -> R.Tensor(("B", 2), "bfloat16"):
+        B = T.int64()
+        with R.dataflow():
+            first: R.Tensor((B, 3), "float32") = R.astype(x, dtype="float32")
+            size: R.Tensor((B, 3), "float32") = R.abs(first)
+            most: R.Tensor((B, 1), "float32") = R.max(size, axis=[-1], keepdims=True)
+            top: R.Tensor((B, 1), "float32") = R.maximum(most, R.const(1e-30, "float32"))
+            row: R.Tensor((B, 1), "float32") = R.multiply(top, R.const(1 / 127, "float32"))
+            inverse: R.Tensor((B, 1), "float32") = R.divide(R.const(127.0, "float32"), top)
+            second: R.Tensor((B, 3), "float32") = R.astype(x, dtype="float32")
+            scaled: R.Tensor((B, 3), "float32") = R.multiply(second, inverse)
+            whole: R.Tensor((B, 3), "float32") = R.round(scaled)
+            clipped: R.Tensor((B, 3), "float32") = R.clip(
+                whole, T.float64(-127.0), T.float64(127.0)
+            )
+            q: R.Tensor((B, 3), "int8") = R.astype(clipped, dtype="int8")
+            sums: R.Tensor((B, 2), "int32") = R.matmul(q, w, out_dtype="int32")
+            wide: R.Tensor((B, 2), "float32") = R.astype(sums, dtype="float32")
+            rows: R.Tensor((B, 2), "float32") = R.multiply(wide, row)
+            columns: R.Tensor((B, 2), "float32") = R.multiply(rows, scale)
+            a: R.Tensor((B, 2), "bfloat16") = R.astype(columns, dtype="bfloat16")
+            R.output(a)
+        return a
+
+
 def bound(mod, **values):
     return relax.transform.BindParams("main", values)(mod)
 
@@ -146,6 +192,13 @@ def test_a_constant_weight_becomes_int8_with_scales(plan, after, scale) -> None:
     assert [x.name for x in found] == ["up.weight"] and found[0].k == 3
     got = quantize(mod, {"up.weight": plan}, found)
     assert_same(got, bound(after, w=ROUNDED, scale=scale))
+
+
+def test_the_maximum_and_the_rounding_widen_16_bits_on_their_own() -> None:
+    """One shared float32 tensor would be stored by the kernel of a product that makes ``x``."""
+    mod = bound(BeforeHalf, w=WEIGHT.astype(ml_dtypes.bfloat16))
+    got = quantize(mod, {"matmul_0": Plan("int8")}, layers(mod, lambda weight: None))
+    assert_same(got, bound(AfterHalf, w=ROUNDED, scale=SCALE))
 
 
 def test_without_a_plan_nothing_changes() -> None:

@@ -137,9 +137,9 @@ class _Quantize:
         """Return the quantized input and the scale of each row, None where it is static."""
         plan, last = _plan_of_input(layer, plan)
         if (x, plan, last) not in self.inputs:
-            wide = _cast(builder, self._smooth(builder, layer, plan, x), "float32")
             axes = [-1] if layer.conv is None else [*range(1, x.ty.ndim)]
-            q, row = _quantized_input(builder, wide, plan, axes)
+            smooth = self._smooth(builder, layer, plan, x)
+            q, row = _quantized_input(builder, smooth, plan, axes)
             self.inputs[x, plan, last] = convolution.channels_last(builder, q) if last else q, row
         return self.inputs[x, plan, last]
 
@@ -154,7 +154,7 @@ class _Quantize:
             if folded is None:
                 wide = _cast(builder, x, "float32")
                 scaled = builder.emit(relax.op.multiply(wide, relax.const(factor)))
-                folded = _cast(builder, scaled, str(x.ty.dtype.dtype) if plan.weight_only else "")
+                folded = _cast(builder, scaled, str(x.ty.dtype.dtype))
             self.smoothed[x, plan.smooth] = folded
         return self.smoothed[x, plan.smooth]
 
@@ -203,7 +203,11 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def _quantized_input(builder: Any, x: Any, plan: Plan, axes: list[int]) -> tuple[Any, Any]:
-    """Emit elementwise operators and a maximum over ``axes``, which fuse with what makes ``x``."""
+    """Emit elementwise operators and a maximum over ``axes``, which fuse with what makes ``x``.
+
+    The maximum and the rounding widen a 16-bit ``x`` on their own: were that shared, a product that
+    makes ``x`` would take it in and store 32 bits.
+    """
     largest = LARGEST[plan.dtype]
     emit = builder.emit
 
@@ -213,11 +217,12 @@ def _quantized_input(builder: Any, x: Any, plan: Plan, axes: list[int]) -> tuple
     if plan.clip is not None:
         row, inverse = None, const(largest / plan.clip)
     else:
-        top = emit(relax.op.max(emit(relax.op.abs(x)), axis=axes, keepdims=True))
+        size = emit(relax.op.abs(_cast(builder, x, "float32")))
+        top = emit(relax.op.max(size, axis=axes, keepdims=True))
         top = emit(relax.op.maximum(top, const(_TINY)))
         row = emit(relax.op.multiply(top, const(1 / largest)))
         inverse = emit(relax.op.divide(const(largest), top))
-    q = emit(relax.op.multiply(x, inverse))
+    q = emit(relax.op.multiply(_cast(builder, x, "float32"), inverse))
     if plan.dtype == "int8":
         q = emit(relax.op.round(q))
     q = emit(relax.op.clip(q, -largest, largest))
