@@ -253,8 +253,8 @@ def test_kill_in_mid_tuning_keeps_the_records_and_leaves_no_workers(tmp_path: Pa
     while len(RecordStore(tmp_path).records) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(random.random())  # in whatever it does then
     workers = psutil.Process(process.pid).children(recursive=True)
+    time.sleep(random.random() / 4)  # in whatever it does then
     seen = RecordStore(tmp_path).records
     process.send_signal(signal.SIGKILL)
     process.wait()

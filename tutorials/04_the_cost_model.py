@@ -116,13 +116,13 @@ assert scores.shape == (len(points),) and scores.min() > 0 and scores.max() < 1
 # ## 4. Is it any good?
 #
 # Only what it was not taught can tell. `judge` predicts each task by a model that learnt from the
-# others. *Pairs in order*: of two settings whose times differ, how often is the faster one put
-# first (guessing gives 0.5)? *Best over first pick*: the best time over that of the setting that
-# was put first.
+# others. *Pairs in order*: of two settings whose times differ by more than measuring can tell, how
+# often is the faster one put first (guessing gives 0.5)? None where no two differ that much. *Best
+# over first pick*: the best time over that of the setting that was put first.
 
 # %%
 (judgement,) = held_out.judge(records, target)
-print(f"pairs in order {judgement.pairwise:.2f}, best over first pick {judgement.best_of_1:.2f}")
+print(f"pairs in order {judgement.pairwise}, best over first pick {judgement.best_of_1}")
 for name, share in judgement.importance[:5]:
     print(f"{name:16} {share:.0%} of what the trees gained")
 assert judgement.held_out == "workloads" and len(judgement.predictions) == len(groups)
