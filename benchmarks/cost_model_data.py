@@ -83,20 +83,12 @@ def capture(problem: Problem, folder: Path) -> None:
     import torch
     import tvm
 
-    import tvmcap
-    from tvmcap import pipeline
-    from tvmcap.base.config import make_config
-    from tvmcap.capture.export import capture
-
     shapes = {"x": (128, problem.k), "w": (problem.n, problem.k), "b": (problem.n,)}
     if problem.epilogue == "residual":
         shapes["r"] = (128, problem.n)
-    args = tuple(torch.zeros(s, dtype=getattr(torch, problem.dtype)) for s in shapes.values())
-    dynamic = {name: {0: tvmcap.Dim("B", max=8192)} for name in shapes if name in ("x", "r")}
-    config = make_config(None, target="cuda:sm_90a", dynamic=dynamic)
-    mod = capture(function(problem.epilogue), args, None, config).mod
-    passes = pipeline.front(gemm.target(), config.allow_tf32)
-    fused = pipeline.run(mod, passes, gemm.target(), config, pipeline.Trace())
+    dtype = getattr(torch, problem.dtype)
+    args = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    fused = gemm.fused(function(problem.epilogue), args)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{problem}.json").write_text(tvm.ir.save_json(fused))
 

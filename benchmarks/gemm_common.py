@@ -9,9 +9,11 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+MAX_ROWS = 8192
 
 
 class Shape(NamedTuple):
@@ -73,6 +75,23 @@ def target_json() -> dict[str, Any]:
 def shipped() -> Path:
     """Return the folder of the tuning records for GPUs that ship with tvmcap."""
     return Path(__file__).resolve().parent.parent / "tuning_logs" / "cuda"
+
+
+def fused(fn: Any, args: Mapping[str, Any], quantize: Any = None) -> Any:
+    """Return the fused module of a function, as ``build`` and ``tune`` make it.
+
+    ``args`` are example tensors by name, in order; x and r have up to ``MAX_ROWS`` rows.
+    """
+    import tvmcap
+    from tvmcap import pipeline
+    from tvmcap.base.config import make_config
+    from tvmcap.capture.export import capture
+
+    dynamic = {n: {0: tvmcap.Dim("B", max=MAX_ROWS)} for n in args if n in ("x", "r")}
+    config = make_config(None, target="cuda:sm_90a", dynamic=dynamic)
+    mod = capture(fn, tuple(args.values()), None, config).mod
+    passes = pipeline.front(target(), config.allow_tf32, quantize=quantize)
+    return pipeline.run(mod, passes, target(), config, pipeline.Trace())
 
 
 @functools.cache

@@ -27,7 +27,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
 
-MAX_ROWS = 8192
 #: Sizes that no record is for, and the problems they are tried at.
 NEVER_TUNED = tuple(
     gemm.Shape(m, k, n)
@@ -69,7 +68,7 @@ def build_one(folder: Path, name: str, logs: str | None) -> None:
         fn,
         tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes.values()),
         target="cuda:sm_90a",
-        dynamic={n: {0: tvmcap.Dim("B", max=MAX_ROWS)} for n in shapes if n in ("x", "r")},
+        dynamic={n: {0: tvmcap.Dim("B", max=gemm.MAX_ROWS)} for n in shapes if n in ("x", "r")},
         log_dir=logs,
         verify=False,
     )

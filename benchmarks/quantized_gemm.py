@@ -21,7 +21,6 @@ SHAPES = (
 )
 SCHEMES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 """Name of a scheme to the dtype of its operands; activations have a scale a row."""
-MAX_ROWS = 8192
 _BIAS = 2.0  # of all columns, where the scale of a column of ones is below 1
 
 
@@ -30,10 +29,6 @@ def fused(k: int, n: int, scheme: str) -> Any:
     import torch
     from torch import nn
 
-    import tvmcap
-    from tvmcap import pipeline
-    from tvmcap.base.config import make_config
-    from tvmcap.capture.export import capture
     from tvmcap.graph.layers import layers
     from tvmcap.graph.quantize import Plan, quantize
 
@@ -51,12 +46,8 @@ def fused(k: int, n: int, scheme: str) -> Any:
         found = layers(mod, lambda weight: None)
         return quantize(mod, {x.name: Plan(SCHEMES[scheme]) for x in found}, found)
 
-    dynamic = {"x": {0: tvmcap.Dim("B", max=MAX_ROWS)}}
-    config = make_config(None, target="cuda:sm_90a", dynamic=dynamic)
     x = torch.zeros(128, k, dtype=torch.bfloat16)
-    mod = capture(Block().bfloat16(), (x,), None, config).mod
-    front = pipeline.front(gemm.target(), quantize=in_8_bits)
-    return pipeline.run(mod, front, gemm.target(), config, pipeline.Trace())
+    return gemm.fused(Block().bfloat16(), {"x": x}, in_8_bits)
 
 
 def alone(mod: Any) -> Any:
@@ -143,7 +134,7 @@ def _signature(names: list[str], params: list[Any]) -> Any:
     return Signature(
         inputs=tuple(map(spec, names, params)),
         outputs=(spec("out0", params[-1]),),
-        dims=(DimSpec("B", 1, MAX_ROWS),),
+        dims=(DimSpec("B", 1, gemm.MAX_ROWS),),
         in_tree={"kind": "tuple", "items": leaves},
         out_tree=leaves[0],
         arg_names=tuple(names),

@@ -55,20 +55,10 @@ def capture_one(name: str, path: Path) -> None:
 def fused_of(name: str) -> Any:
     """Return the fused module of a function of the suite."""
     import torch
-    from gemm_suite import MAX_ROWS, example
-
-    import tvmcap
-    from tvmcap import pipeline
-    from tvmcap.base.config import make_config
-    from tvmcap.capture.export import capture
+    from gemm_suite import example
 
     fn, shapes = example(name)
-    args = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes.values())
-    dynamic = {n: {0: tvmcap.Dim("B", max=MAX_ROWS)} for n in shapes if n in ("x", "r")}
-    config = make_config(None, target="cuda:sm_90a", dynamic=dynamic)
-    mod = capture(fn, args, None, config).mod
-    passes = pipeline.front(gemm.target(), config.allow_tf32)
-    return pipeline.run(mod, passes, gemm.target(), config, pipeline.Trace())
+    return gemm.fused(fn, {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()})
 
 
 def capture_all(folder: Path, names: Iterable[str], workers: int) -> None:
