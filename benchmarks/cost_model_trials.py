@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import core_sets
 import loop_tasks
 import numpy as np
+from cost_model_tables import ratios
 from tvm.s_tir import meta_schedule as ms
 
 from tvmcap.kernel import models, tensor_core
@@ -165,15 +166,6 @@ def row(logs: Path, name: str, trials: int, seeds: int) -> dict[str, Any] | None
 
 def _first(times: Sequence[float], goal: float) -> int | None:
     return next((i + 1 for i, us in enumerate(times) if us <= goal), None)
-
-
-def ratios(found: dict[str, Any], method: str = "ours") -> list[float]:
-    """Return, by seed, how many times as many trials stock took as a method.
-
-    Where the method did not reach stock's latency, it counts as if its next trial had.
-    """
-    columns = (found["reached"]["stock"], found["reached"][method], found["asked"][method])
-    return [stock / (own or asked + 1) for stock, own, asked in zip(*columns, strict=True) if asked]
 
 
 def shown(logs: Path) -> str:
