@@ -1,9 +1,9 @@
 """What the cost model sees of a loop nest: features of each store, and what they miss.
 
-A candidate has several stores; MetaSchedule's features of them are taken together as the largest
-and the sum. What they do not tell: how evenly parallel loops fill the cores, whether vectors are as
-wide as the target's, tails that need predicates, how many blocks run one after another, and what
-they allocate.
+A candidate has several stores; MetaSchedule's features are those of the one that computes most.
+What they do not tell: how evenly parallel loops fill the cores, whether vectors are as wide as the
+target's, tails that need predicates, how many blocks run one after another, what they allocate, and
+how the loops around the main block tile it (``loop_bands``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 
+from tvmcap.kernel import loop_bands
 from tvmcap.kernel.cost_model import RankModel, times_us
 from tvmcap.kernel.dataset import Group, of_traces
 from tvmcap.kernel.records import Record
 from tvmcap.schedules import cpu_target
 
-VERSION = 1.0
+VERSION = 2.0
 """First feature: rows of another list are not mixed with those of this one."""
+_FLOAT_OPS = 7  # the first features of a store
 _PER_STORE = 164  # with five buffers and ten samples, as MetaSchedule's default has them
 _NEST = (
     "stores",
@@ -49,9 +51,9 @@ _NEST = (
 )
 FEATURES = (
     "version",
-    *(f"most_{i}" for i in range(_PER_STORE)),
-    *(f"sum_{i}" for i in range(_PER_STORE)),
+    *(f"main_{i}" for i in range(_PER_STORE)),
     *_NEST,
+    *loop_bands.NAMES,
 )
 
 
@@ -83,10 +85,13 @@ def loop_features(context: Any, candidates: Sequence[Any]) -> Any:
     rows = []
     for candidate, found in zip(candidates, stores, strict=True):
         table = np.asarray(found.numpy(), np.float32)
-        nest = _nest(candidate.sch.mod["main"], cores, lanes)
-        nest["stores"] = len(table)
+        func = candidate.sch.mod["main"]
+        nest = {**_nest(func, cores, lanes), "stores": len(table)}
+        tiles = loop_bands.bands(func, lanes)
         own = [float(nest[name]) for name in _NEST]
-        rows.append(np.concatenate([[VERSION], table.max(0), table.sum(0), own]))
+        own += [float(tiles[name]) for name in loop_bands.NAMES]
+        main = table[int(np.argmax(table[:, :_FLOAT_OPS].sum(1)))]
+        rows.append(np.concatenate([[VERSION], main, own]))
     return np.nan_to_num(np.array(rows, np.float32), posinf=3e38, neginf=-3e38)
 
 
