@@ -22,6 +22,7 @@ _ORDERS = {
     "ndcg": "with rank:ndcg",
     "regression": "with squared error",
     "prior": "the estimate alone",
+    "stores": "with MetaSchedule's features",
     "stock": "MetaSchedule's XGBModel",
     "random": "random",
 }

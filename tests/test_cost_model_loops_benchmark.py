@@ -148,6 +148,7 @@ def test_records_of_one_processor_are_compared(logs: Path, tmp_path: Path) -> No
     assert len(candidates) == 12 and context.target.attrs["mcpu"] == found[0].target["arch"]
     scores = data.stock.train(data.groups, 0)(data.groups[0])
     assert scores.shape == (12,) and len(set(scores.tolist())) > 1
+    assert data.stock.with_stores(data.groups[0]).shape == (12, len(FEATURES) + 2 * 164)
     odd = [replace(r, target={**r.target, "cores": 7}) for r in found]
     RecordStore(tmp_path).append(odd)
     with pytest.raises(SystemExit, match="one processor"):
