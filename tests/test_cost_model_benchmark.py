@@ -165,12 +165,12 @@ def test_transfer_learns_nothing_of_what_it_is_tested_on() -> None:
         for r in records(own)
     ]  # fmt: skip
     groups = dataset.of_template([*records(), *halves], hopper.TEMPLATE, TARGET)
-    found = transferring.transfer(groups, hopper.TEMPLATE.feature_names, 0)
+    found = transferring.transfer(*transferring.by_dtype(groups), hopper.TEMPLATE.feature_names, 0)
     assert found is not None and set(found) == {"none", "few", "all", "few_alone", "all_alone"}
     assert found["few"]["records"] == round(0.085 * len(halves))
     assert found["all"]["pairwise"] > found["few_alone"]["pairwise"]
     alone = [g for g in groups if g.workload["dtypes"][0] == "float16"]
-    assert transferring.transfer(alone, hopper.TEMPLATE.feature_names, 0) is None
+    assert transferring.transfer([], alone, hopper.TEMPLATE.feature_names, 0) is None
     few = transferring.draw(alone, 11, np.random.default_rng(0))
     assert sum(len(g.rows) for g in few) == 11
     for part in few:
@@ -256,5 +256,5 @@ def test_the_tables_show_what_was_measured() -> None:
     assert found == meta and rows == [{"row": "ours", **row}]
     head, body = tables.orders(rows)
     assert len(head) == len(body[0]) and "0.500 (0.250 to 0.750)" in body[0]
-    head, body = tables.transfer(tables.part("cuda", "transfer")(result)[1])
+    head, body = tables.transfer("a", "b")(tables.part("cuda", "transfer")(result)[1])
     assert len(head) == len(body[0]) and "7" in body[0]
