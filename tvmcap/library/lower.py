@@ -8,7 +8,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from tvmcap.base import codegen
+from tvmcap.base import codegen, ir_text
 from tvmcap.base.errors import BuildError
 from tvmcap.kernel import tir_pipeline
 from tvmcap.library import cross
@@ -73,4 +73,4 @@ def promise_alignment(func: Any, align: int = POINTER_ALIGN) -> Any:
         fields = nodes[nodes[param]["data"]["ty"]]["data"]
         if "data_alignment" in fields:
             fields["data_alignment"] = min(fields["data_alignment"], align)
-    return tvm.ir.load_json(json.dumps(data))
+    return ir_text.parse(json.dumps(data))
