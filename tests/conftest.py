@@ -55,6 +55,16 @@ _LONGEST = (
 )
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Parse the TVMScript of the tests' modules quickly, in whichever process collects them."""
+    if not getattr(session.config.option, "numprocesses", None):
+        import torch  # noqa: F401  before TVM, which on a GPU takes from it what CUDA needs
+
+        from tvmcap.kernel import tvmscript
+
+        tvmscript.quicken()
+
+
 def _place(item: pytest.Item) -> int:
     name = item.path.stem
     return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
