@@ -45,6 +45,7 @@ _LONGEST = (
     "test_cli",
     "test_docs",
     "test_demo",
+    "test_quantized_conv",
     "test_tune",
     "test_cpu_rules",
     "test_measure",
