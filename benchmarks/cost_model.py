@@ -6,9 +6,12 @@ ours with MetaSchedule's features of each store, too (stores). ``zero_trial`` is
 the best time over that of the pick that ``tvmcap.build`` would make, the geometric mean over
 shapes; ``search_N`` the best time over the best of N trials of the search that ``tvmcap.tune``
 runs, replayed on records: with the model (ours), without one (prior), of candidates drawn (random).
-The section ``transfer`` has what records of one dtype tell of another, or those of one processor.
+The section ``transfer`` has what records of one dtype tell of another, or those of one processor;
+``unseen`` has the metrics on products that ``--unseen`` holds and that the constants of the
+estimate were not fitted to either, by models that learnt from all others.
 
-    python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--template NAME] [--write FOLDER]
+    python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--unseen FOLDER]
+        [--template NAME] [--write FOLDER]
     python benchmarks/cost_model.py --json OUT --target llvm [--logs FOLDER] [--write FOLDER]
 """
 
@@ -27,7 +30,7 @@ from common import ROOT, meta
 from cost_model_load import load
 from cost_model_metrics import CLOSE, EXHAUSTIVE, NAMES, ceiling, dropped, evaluated, measured
 from cost_model_replay import TRIALS, drawn, replay, replayed, search_metrics
-from cost_model_split import EPILOGUES, epilogue_of, pair_of, split
+from cost_model_split import EPILOGUES, epilogue_of, in_random_order, pair_of, split
 from cost_model_stock import Stock
 from cost_model_transfer import transfer
 
@@ -78,7 +81,18 @@ def evaluate(
     stock: Stock | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of each order on what one seed holds out."""
-    train, test = split(groups, names, seed)
+    return judged(*split(groups, names, seed), template, target, seed, stock)
+
+
+def judged(
+    train: Sequence[Group],
+    test: Sequence[Group],
+    template: Any,
+    target: Any,
+    seed: int,
+    stock: Stock | None = None,
+) -> dict[str, dict[str, float]]:
+    """Return the metrics on some groups of each order, learnt from others."""
     test = [g for g in test if measured(g)[0].sum() >= LEAST]
     if not train or not test:
         raise SystemExit(f"{len(train)} groups to learn from and {len(test)} to test on: too few")
@@ -172,6 +186,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--logs", type=Path, action="append", help="folders of records")
     parser.add_argument("--target", default="cuda", help="cuda or llvm")
+    parser.add_argument("--unseen", type=Path, help="folder of records that nothing was fitted to")
     parser.add_argument("--template", help="default: hopper_gemm, and loop_nest for llvm")
     parser.add_argument("--epilogues", type=Path, default=EPILOGUES, help="names, by digest")
     parser.add_argument("--any-source", action="store_true", help="earlier sources' records, too")
@@ -195,8 +210,20 @@ def main() -> None:
     across = over_seeds([run for run in moved if run is not None])
     if across:
         print(table(across))
+    unseen = {}
+    if options.unseen:
+        new = load(options.target, [options.unseen], options.template, options.any_source).groups
+        unseen = over_seeds(
+            [judged(groups, in_random_order(new, s), template, data.target, s) for s in seeds]
+        )
+        print(table(unseen))
     if options.json:
-        sections = {"data": about, "transfer": across, "metas": meta(("kernel", "schedules"))}
+        sections = {
+            "data": about,
+            "transfer": across,
+            "unseen": unseen,
+            "metas": meta(("kernel", "schedules")),
+        }
         write(options.json, options.target, rows, sections)
     if options.write:
         model = models.train(data.records, template, data.target, any_source=options.any_source)
