@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from common import timed, write
-from serving_client import Client, infer_request, load, metrics, quantile, running
+from serving_client import infer_request, load, metrics, quantile, running
+from serving_tables import table
 from torch import nn
 
 import tvmcap
@@ -36,43 +38,60 @@ def model(hidden: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(hidden, WIDTH)).eval()
 
 
-def build(folder: Path, hidden: int) -> tuple[Path, str]:
-    """Build the library; returns its path and the name of its argument."""
+@dataclass
+class Work:
+    """What the clients send, and what they should get.
+
+    Attributes
+    ----------
+    library, argument: the library, and the name of its argument.
+    rows: one row for each client; ``want`` is what PyTorch makes of it.
+    """
+
+    library: Path
+    argument: str
+    rows: np.ndarray
+    want: np.ndarray
+
+
+def make_work(folder: Path, hidden: int, clients: int) -> Work:
+    """Build the library, draw a row for each client, and ask PyTorch."""
     dynamic = {0: {0: tvmcap.Dim("B", max=4096)}}
-    lib = tvmcap.build(model(hidden), (torch.randn(64, WIDTH),), target="llvm", dynamic=dynamic)
-    return lib.export(folder / "mlp.so"), lib.signature.inputs[0].name
+    options = {"target": "llvm", "dynamic": dynamic, "verify": False}  # answers are checked
+    fn, rows = model(hidden), torch.randn(clients, WIDTH)
+    lib = tvmcap.build(fn, (torch.randn(64, WIDTH),), **options)
+    with torch.no_grad():
+        want = fn(rows).numpy()
+    argument = lib.signature.inputs[0].name
+    return Work(lib.export(folder / "mlp.so"), argument, rows.numpy(), want)
 
 
-def one_round(
-    library: Path, name: str, rows: np.ndarray, options: list[str], warm_s: float, seconds: float
-) -> dict[str, Any]:
-    """Serve, load, and return requests a second, seconds of each request, quantiles of compute."""
-    with running(library, *options) as (url, _):
-        requests = [infer_request(url, row[None], name) for row in rows]
+@dataclass
+class Round:
+    """One round: requests a second, seconds of each request, and what the server counted."""
+
+    throughput: float
+    seconds: list[float]
+    counted: dict[str, float]
+
+
+def one_round(work: Work, served: list[str], warm_s: float, seconds: float) -> Round:
+    """Serve, load, and check the last answer of each client."""
+    with running(work.library, *served) as (url, _):
+        requests = [infer_request(url, row[None], work.argument) for row in work.rows]
         asyncio.run(load(url, requests, warm_s))
         before = metrics(url)
         clients = asyncio.run(load(url, requests, seconds))
-        figures = {k: v - before.get(k, 0.0) for k, v in metrics(url).items()}
+        counted = {k: v - before.get(k, 0.0) for k, v in metrics(url).items()}
     failed = [answer for client in clients for answer in client.failed]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0][:200]!r}")
-    check(library, rows, clients)
+    for want, client in zip(work.want, clients, strict=True):
+        got = np.frombuffer(client.last[-want.nbytes :], np.float32)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
     ends = np.sort([end for client in clients for end in client.ends])
-    inside = ends[(ends > ends[0]) & (ends <= ends[0] + seconds)]
-    return {
-        "throughput": len(inside) / seconds,
-        "seconds": [s for client in clients for s in client.seconds],
-        "compute_s": {share: quantile(figures, "compute_seconds", share) for share in (0.5, 0.99)},
-        "batch_rows": figures["tvmcap_batch_rows_sum"] / figures["tvmcap_batch_rows_count"],
-    }
-
-
-def check(library: Path, rows: np.ndarray, clients: list[Client]) -> None:
-    """Compare the last answer of each client with the library's own."""
-    want = tvmcap.load(library)(rows)
-    for row, client in zip(want, clients, strict=True):
-        got = np.frombuffer(client.last[-row.nbytes :], np.float32)
-        np.testing.assert_allclose(got, row, rtol=1e-3, atol=1e-4)
+    inside = int(((ends > ends[0]) & (ends <= ends[0] + seconds)).sum())
+    return Round(inside / seconds, [s for client in clients for s in client.seconds], counted)
 
 
 def main() -> None:
@@ -87,34 +106,32 @@ def main() -> None:
     parser.add_argument("--warm-s", type=float, default=2.0, help="before each round")
     options = parser.parse_args()
     cases = {"batching": options.clients, "max batch 1": 1}
-    rounds: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+    rounds: dict[str, list[Round]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
-        library, name = build(Path(folder), options.hidden)
-        rng = np.random.default_rng(0)
-        rows = rng.standard_normal((options.clients, WIDTH), dtype=np.float32)
+        work = make_work(Path(folder), options.hidden, options.clients)
         for _ in range(options.rounds):
             for case, batch in cases.items():
                 served = ["--max-batch", str(batch), "--max-delay-ms", str(options.delay_ms)]
-                rounds[case].append(
-                    one_round(library, name, rows, served, options.warm_s, options.seconds)
-                )
+                rounds[case].append(one_round(work, served, options.warm_s, options.seconds))
     report = [row(case, batch, rounds[case], options) for case, batch in cases.items()]
     for line in report:
         line["speedup_over_batch_1"] = (
             line["requests_per_s"]["median"] / report[-1]["requests_per_s"]["median"]
         )
-        print({k: v for k, v in line.items() if not isinstance(v, dict)})
-        print("  requests/s", line["requests_per_s"]["median"])
+    head, body = table(report)
+    for line in (head, *body):
+        print(" | ".join(line))
     if options.json:
         write(options.json, report, folders=("runtime",), dtype="float32")
 
 
-def row(case: str, batch: int, rounds: list[dict[str, Any]], options: Any) -> dict[str, Any]:
-    """Return the row of one server: quantiles over the requests of all rounds."""
-    micros = np.sort([1e6 * s for one in rounds for s in one["seconds"]])
+def row(case: str, batch: int, rounds: list[Round], options: Any) -> dict[str, Any]:
+    """Return the row of one server: quantiles over the requests and batches of all rounds."""
+    micros = np.sort([1e6 * s for one in rounds for s in one.seconds])
     kept = micros[np.linspace(0, len(micros) - 1, min(_KEPT, len(micros))).astype(int)]
+    counted = {name: sum(one.counted[name] for one in rounds) for name in rounds[0].counted}
     compute = {
-        f"compute_p{int(100 * share)}_us": 1e6 * max(one["compute_s"][share] for one in rounds)
+        f"compute_p{int(100 * share)}_us": 1e6 * quantile(counted, "compute_seconds", share)
         for share in (0.5, 0.99)
     }
     return {
@@ -123,8 +140,8 @@ def row(case: str, batch: int, rounds: list[dict[str, Any]], options: Any) -> di
         "max_batch": batch,
         "max_delay_ms": options.delay_ms,
         "hidden": options.hidden,
-        "batch_rows": float(np.mean([one["batch_rows"] for one in rounds])),
-        "requests_per_s": timed(summarize([one["throughput"] for one in rounds])),
+        "batch_rows": counted["tvmcap_batch_rows_sum"] / counted["tvmcap_batch_rows_count"],
+        "requests_per_s": timed(summarize([one.throughput for one in rounds])),
         "latency_us": {**timed(summarize(list(kept))), "p99": float(np.quantile(micros, 0.99))},
         **compute,
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tvmcap
-from tests.runtime.serving.conftest import WIDTH, Net, export
+from tests.serving import WIDTH, Net, export
 from tvmcap.base.errors import (
     ConfigError,
     DamagedLibraryError,
