@@ -125,7 +125,7 @@ def test_a_client_that_does_not_read_is_cut_off(url, served):
     with connect(url) as connection:
         connection.sendall(ask * 4000)  # answers of many megabytes, more than buffers hold
         port, end = connection.getsockname()[1], time.monotonic() + 60
-        assert is_connected(port)
+        assert connection.recv(1) and is_connected(port)
         while is_connected(port):
             assert time.monotonic() < end
             time.sleep(0.1)
