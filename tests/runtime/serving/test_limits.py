@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -10,8 +11,11 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import pytest
+from starlette.requests import Request
 
 from tests.serving import serving_client
+from tvmcap.runtime.serving.limits import Bodies
+from tvmcap.runtime.serving.protocol import Refused
 
 
 def connect(url):
@@ -139,3 +143,26 @@ def test_a_client_that_leaves_costs_the_others_nothing(url):
         with connect(url) as connection:
             connection.sendall(request[:-5])
         assert send(url, request).startswith(b"HTTP/1.1 200")
+
+
+def test_all_bodies_together_have_a_limit():
+    async def scene():
+        bodies, first = Bodies(100), contextlib.AsyncExitStack()
+
+        def request(size):
+            async def receive():
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            return Request({"type": "http", "headers": []}, receive)
+
+        async with first:
+            for _ in range(8):
+                assert len(await first.enter_async_context(bodies.read(request(100)))) == 100
+            for size, status in ((1, 429), (101, 413)):
+                with pytest.raises(Refused) as caught:
+                    await bodies.read(request(size)).__aenter__()
+                assert caught.value.status == status
+        async with bodies.read(request(100)) as body:
+            assert len(body) == 100
+
+    asyncio.run(scene())
