@@ -58,7 +58,14 @@ def program(tmp_path_factory):
     """The program, compiled by the plain line of its README."""
     path = tmp_path_factory.mktemp("program") / "run"
     tvm, ffi = wheel("tvm") / "lib", wheel("tvm_ffi")
-    command = ["g++", "-O1", "-std=c++17", "-Wall", "-Werror", str(SOURCE / "run.cpp")]
+    command = [
+        shutil.which("g++") or "clang++",
+        "-O1",
+        "-std=c++17",
+        "-Wall",
+        "-Werror",
+        str(SOURCE / "run.cpp"),
+    ]
     command += ["-o", str(path), f"-I{ffi}/include", f"-L{tvm}", f"-L{ffi}/lib"]
     command += ["-Wl,--no-as-needed", "-ltvm_ffi", "-ltvm_runtime", "-ltvm_runtime_extra", "-ldl"]
     subprocess.run([*command, f"-Wl,-rpath,{tvm}:{ffi}/lib"], check=True)
