@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test demo lint check clean
+.PHONY: test demo lint soak clean
 
 $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ lint: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --seconds 600
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
