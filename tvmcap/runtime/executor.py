@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base.errors import InputError, LibraryError
+from tvmcap.base.errors import InputError, LibraryError, TvmcapError
 from tvmcap.base.manifest import read_manifest
 from tvmcap.base.signature import unflatten
 from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain, make_plan
+from tvmcap.runtime.buckets import Buckets
+from tvmcap.runtime.counts import Counts, count
 from tvmcap.runtime.frameworks import Copies, DLPackTensors
-from tvmcap.runtime.loader import Library, configure_threads, empty, ffi
+from tvmcap.runtime.graphs import LIMIT_BYTES
+from tvmcap.runtime.loader import Library, empty, ffi
 from tvmcap.runtime.machine import check_machine
 from tvmcap.runtime.numpy_tensors import NumpyTensors
+from tvmcap.runtime.threads import Contexts, Threads
 from tvmcap.runtime.torch_tensors import TorchTensors
-from tvmcap.runtime.trace import Trace, trace_call
+from tvmcap.runtime.trace import Trace
 from tvmcap.runtime.vendor import provide
 
 _PLANS_KEPT = 1024
@@ -51,56 +55,179 @@ class Executor:
         check_machine(self.manifest, device)
         provide(self.manifest.needs, self.path)
         self._library = Library(self.path, self.manifest, device)
-        self._weights = self._library.weights
-        cuda = self.manifest.target["kind"] == "cuda"
-        self._machine = _CudaMachine(self._library) if cuda else _CpuMachine(self._library)
         self._copies = Copies()
         self._frameworks: dict[type, Any] = {}
-        self._plans: dict[tuple[type, tuple[Shape, ...]], Plan] = {}
+        self._plans: dict[tuple[Any, tuple[Shape, ...]], Plan] = {}
         self._plain = is_plain(self.signature)
         self._count = len(self.signature.arg_names)
         self._single = self.signature.out_tree["kind"] == "leaf"
+        self._contexts = Contexts(self._library, self.manifest)
+        self._threads = Threads(self._contexts)  # with this thread's memory, now and not at a call
+        self._buckets: Buckets | None = None
 
     @property
     def copies(self) -> int:
         """Inputs copied so far because they were not contiguous or not aligned."""
         return self._copies.count
 
+    @property
+    def counts(self) -> Counts:
+        """What the calls of the calling thread took beside kernels."""
+        return count(self._threads.here, self.copies)
+
+    def use_graphs(self, *, buckets: Sequence[int] = (), limit_bytes: int = LIMIT_BYTES) -> None:
+        """Record calls as CUDA graphs, in every thread; see ``Compiled.use_graphs``."""
+        self._buckets = Buckets(self.signature, buckets) if buckets else None
+        self._contexts.use_graphs(limit_bytes)
+
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run the function on tensors of its signature; ``out`` receives the result where given.
 
         Raises InputError for arguments that do not fit the signature.
         """
-        framework, values, plan = self._bind(args, kwargs)
+        return self.call(args, out, kwargs)
+
+    def call(self, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the function, as ``__call__`` does."""
+        context = self._threads.here
+        framework, values, addresses, plan = self._bind(args, kwargs)
         if out is None:
             results, targets = framework.outputs(plan)
         else:
             results = [out] if self._single else flatten_outputs(self.signature, out)
             targets = framework.check_out(results, plan)
-            _check_overlap(values, targets, plan)
-        if plan.zero:
-            values, targets = self._compact(values), self._compact(targets)
-        if not plan.skip:
-            try:
-                self._machine.run(*values, *self._weights, *targets)
-            except Exception as e:
-                raise self._failure(plan, e) from e
+            _check_overlap(addresses, targets, plan)
+        if self._buckets is None:
+            self._run(context, plan, values, targets, addresses)
+        else:
+            self._run_in_bucket(context, framework, plan, values, targets, addresses)
         return results[0] if self._single else unflatten(self.signature.out_tree, results)
 
-    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Plan]:
-        """Return the framework of a call, the tensors to pass, and what their shapes imply."""
+    def _run(
+        self,
+        context: Any,
+        plan: Plan,
+        values: Sequence[Any],
+        targets: Sequence[Any],
+        addresses: Sequence[int] | None,
+    ) -> None:
+        if plan.zero:
+            if plan.skip:
+                return
+            values, targets, addresses = self._compact(values), self._compact(targets), None
+        try:
+            context.run(plan, values, targets, addresses)
+        except TvmcapError:
+            raise
+        except Exception as e:
+            raise self._failure(plan, e) from e
+
+    def _run_in_bucket(
+        self,
+        context: Any,
+        framework: Any,
+        plan: Plan,
+        values: Sequence[Any],
+        targets: Sequence[Any],
+        addresses: Sequence[int],
+    ) -> None:
+        """Run at the size of a bucket and copy the rows; other sizes run and are not recorded."""
+        buckets = self._buckets
+        size = buckets.find(plan) if buckets and isinstance(framework, TorchTensors) else None
+        if buckets is None or size is None:
+            recorded = buckets is not None and buckets.holds(plan)
+            self._run(context, plan, values, targets, addresses if recorded else None)
+            return
+
+        def run(
+            inputs: Sequence[Any], shapes: tuple[Shape, ...], outputs: Sequence[Any] | None
+        ) -> list[Any]:
+            padded = self._plan(framework, shapes)
+            made = list(outputs or framework.outputs(padded)[1])
+            self._run(context, padded, inputs, made, [x.data_ptr() for x in inputs])
+            return made
+
+        values = [value.detach() for value in values]
+        for target, rows in zip(
+            targets, buckets.call(size, plan, values, context.slots, run), strict=True
+        ):
+            target.copy_(rows)
+
+    def bind(self, name: str, tensor: Any) -> None:
+        """Keep a tensor for the runs of this thread; see ``Compiled.bind``."""
+        self._threads.here.bound.bind(name, tensor)
+
+    def run(self) -> None:
+        """Run the function on what this thread has bound; see ``Compiled.run``."""
+        bound = self._threads.here.bound
+        (bound.call or self._prepare())()
+
+    def output(self, position: int = 0) -> Any:
+        """Return an output of this thread's last run; see ``Compiled.output``."""
+        results = self._threads.here.bound.results
+        if results is None:
+            raise InputError("output: expected a run before; call run() first")
+        try:
+            return results[position]
+        except (IndexError, TypeError) as e:
+            last = len(results) - 1
+            raise InputError(f"output: expected a number from 0 to {last}, got {position!r}") from e
+
+    def _prepare(self) -> Callable[[], object]:
+        """Check what is bound and return the call that runs it as long as nothing is bound anew."""
+        context = self._threads.here
+        bound = context.bound
+        framework, values, addresses, plan = self._checked(bound.leaves())
+        results = bound.targets(framework, plan)
+        targets = framework.check_out(results, plan)
+        _check_overlap(addresses, targets, plan)
+        run = context.run if not plan.zero else partial(self._run, context)
+
+        def call() -> None:
+            try:
+                run(plan, values, targets, addresses)
+            except TvmcapError:
+                raise
+            except Exception as e:
+                raise self._failure(plan, e) from e
+
+        bound.results, bound.call = results, call
+        return call
+
+    def close(self) -> None:
+        """Free the memory of every thread; a call after that raises LibraryError."""
+        self._contexts.close(f"{self.path}: this library was closed; load it again")
+        self._library.close()
+        self._plans.clear()
+
+    def _bind(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Any], list[int], Plan]:
+        """Return the framework of a call, tensors to pass, their addresses, what shapes imply."""
         if kwargs or not self._plain or len(args) != self._count:
             args = flatten_call(self.signature, args, kwargs)
-        kind = type(args[0]) if args else type(None)
-        framework = self._frameworks.get(kind) or self._framework_for(args)
-        values, shapes = framework.inputs(args)
-        plan = self._plans.get((kind, shapes))
+        return self._checked(args)
+
+    def _checked(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], list[int], Plan]:
+        kind = type(leaves[0]) if leaves else type(None)
+        framework = self._frameworks.get(kind) or self._framework_for(leaves)
+        values, shapes, addresses = framework.inputs(leaves)
+        plan = self._plans.get((framework, shapes)) or self._plan(framework, shapes)
+        return framework, values, addresses, plan
+
+    def _plan(self, framework: Any, shapes: tuple[Shape, ...]) -> Plan:
+        """Return what follows from the shapes of the inputs, the same object for the same shapes.
+
+        Raises InputError where they do not fit the signature.
+        """
+        plan = self._plans.get((framework, shapes))
         if plan is None:
-            plan = self._make_plan(framework, shapes)
+            plan = make_plan(self.signature, shapes, lambda dtype: int(ffi().dtype(dtype).itemsize))
+            plan = replace(plan, recipe=framework.recipe(plan))
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
-            self._plans[kind, shapes] = plan
-        return framework, values, plan
+            self._plans[framework, shapes] = plan
+        return plan
 
     def _framework_for(self, leaves: Sequence[Any]) -> Any:
         """Choose by the first tensor; without any, torch's where torch is in use, else NumPy's."""
@@ -117,10 +244,6 @@ class Executor:
         )
         self._frameworks[make] = self._frameworks[type(first)] = framework
         return framework
-
-    def _make_plan(self, framework: Any, shapes: tuple[Shape, ...]) -> Plan:
-        plan = make_plan(self.signature, shapes, lambda dtype: int(ffi().dtype(dtype).itemsize))
-        return replace(plan, recipe=framework.recipe(plan))
 
     def _compact(self, tensors: Sequence[Any]) -> list[Any]:
         """Replace tensors without elements, whose strides the kernels would refuse."""
@@ -146,14 +269,15 @@ class Executor:
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
-        framework, values, plan = self._bind(args, kwargs)
+        context = self._threads.here
+        framework, values, _, plan = self._bind(args, kwargs)
         targets = framework.outputs(plan)[1]
         if plan.skip:
             return Trace((), 0)
         if plan.zero:
             values, targets = self._compact(values), self._compact(targets)
         try:
-            return self._machine.trace(*values, *self._weights, *targets)
+            return context.trace(values, targets)
         except Exception as e:
             raise self._failure(plan, e) from e
 
@@ -163,66 +287,19 @@ class Executor:
 
     def peak_bytes(self, *args: Any, **kwargs: Any) -> int:
         """Run one call and return the bytes of its outputs and of intermediates alive at once."""
-        _, _, plan = self._bind(args, kwargs)
+        *_, plan = self._bind(args, kwargs)
         return self.trace(*args, **kwargs).intermediate_bytes + sum(plan.output_bytes)
 
 
-def _check_overlap(values: Sequence[Any], targets: Sequence[Any], plan: Plan) -> None:
+def _check_overlap(addresses: Sequence[int], targets: Sequence[Any], plan: Plan) -> None:
     """Refuse results that share memory with an argument or each other."""
-    taken = [(value.data_ptr(), size) for value, size in zip(values, plan.input_bytes, strict=True)]
+    taken = list(zip(addresses, plan.input_bytes, strict=True))
     for target, size in zip(targets, plan.output_bytes, strict=True):
         start = target.data_ptr()
-        if any(start < other + other_size and other < start + size for other, other_size in taken):
-            raise InputError(
-                "out: expected memory of its own, got memory shared with an argument or another "
-                "output"
-            )
+        for other, other_size in taken:
+            if start < other + other_size and other < start + size:
+                raise InputError(
+                    "out: expected memory of its own, got memory shared with an argument or "
+                    "another output"
+                )
         taken.append((start, size))
-
-
-class _CpuMachine(threading.local):
-    """A virtual machine and a thread pool a calling thread; code and weights are shared."""
-
-    def __init__(self, library: Library) -> None:
-        configure_threads()
-        self._library = library
-        self.run = library.new_vm()["main"]
-
-    def trace(self, *tensors: Any) -> Trace:
-        vm = self._library.new_vm()
-        return trace_call(vm, lambda: vm["main"](*tensors))
-
-
-class _CudaMachine:
-    """One virtual machine, as each keeps its own weights; one call at a time, on its stream."""
-
-    _last_stream: dict[int, Any] = {}
-    _lock = threading.RLock()
-
-    def __init__(self, library: Library) -> None:
-        self._device = library.device
-        self._vm = library.new_vm()
-        self._main = self._vm["main"]
-
-    def run(self, *tensors: Any) -> None:
-        torch = sys.modules.get("torch")
-        with self._lock:
-            if torch is None:
-                self._main(*tensors)
-                return
-            stream = torch.cuda.current_stream(self._device.index)
-            self._follow(torch, stream)
-            with ffi().use_raw_stream(self._device, stream.cuda_stream):
-                self._main(*tensors)
-
-    def _follow(self, torch: Any, stream: Any) -> None:
-        """Order this call after one on another stream: both may get the same intermediates."""
-        index = self._device.index
-        last = self._last_stream.get(index, stream)
-        if last.cuda_stream != stream.cuda_stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(last)
-        self._last_stream[index] = stream
-
-    def trace(self, *tensors: Any) -> Trace:
-        with self._lock:
-            return trace_call(self._vm, lambda: self.run(*tensors))

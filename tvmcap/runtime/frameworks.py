@@ -72,13 +72,14 @@ class DLPackTensors:
         self._device = device
         self._copies = copies
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-        """Return tvm_ffi tensors on the arguments' memory, and their shapes."""
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
+        """Return tvm_ffi tensors on the arguments' memory, their shapes and their addresses."""
         values = [
             adopt_dlpack(x, spec, self._device, self._copies)
             for x, spec in zip(leaves, self._signature.inputs, strict=True)
         ]
-        return values, tuple(tuple(value.shape) for value in values)
+        shapes = tuple(tuple(value.shape) for value in values)
+        return values, shapes, [value.data_ptr() for value in values]
 
     def outputs(self, plan: Plan) -> tuple[list[Any], list[Any]]:
         """Return new tensors, twice."""
@@ -90,6 +91,16 @@ class DLPackTensors:
         return tuple(
             zip(plan.shapes, [spec.dtype for spec in self._signature.outputs], strict=True)
         )
+
+    def flat(self, position: int, count: int) -> Any:
+        """Return memory for ``count`` elements of an output."""
+        return empty((count,), self._signature.outputs[position].dtype, self._device)
+
+    def carve(self, memory: Any, plan: Plan, position: int) -> Any:
+        """Return an output of ``plan`` at the start of what ``flat`` made."""
+        dtype = ffi().dtype(self._signature.outputs[position].dtype)
+        view = ffi().get_global_func("runtime.TVMTensorCreateView")
+        return view(memory, plan.shapes[position], dtype, 0)
 
     def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
         """Check the caller's results, and return them as tvm_ffi tensors."""

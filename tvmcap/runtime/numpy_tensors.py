@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,10 +55,10 @@ class NumpyTensors:
                 ) from e
             return self._np.dtype(getattr(ml_dtypes, spec.dtype))
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-        """Return the arrays as tensors to pass, and their shapes."""
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
+        """Return the arrays as tensors to pass, their shapes and their addresses."""
         types, import_tensor = self._types, self._import
-        values, shapes = [], []
+        values, shapes, addresses = [], [], []
         for position, dtype in enumerate(self._dtypes):
             x, tensor = leaves[position], None
             if type(x) in types and x.dtype is dtype and x.flags.c_contiguous:
@@ -65,11 +66,14 @@ class NumpyTensors:
                     tensor = import_tensor(x)
                 except BufferError:  # read-only, or a dtype that NumPy does not export
                     tensor = None
-            if tensor is None or tensor.data_ptr() & MISALIGNED:
+            address = MISALIGNED if tensor is None else tensor.data_ptr()
+            if address & MISALIGNED:
                 tensor = x = self._adopt(x, self._specs[position], dtype)
+                address = tensor.data_ptr()
             values.append(tensor)
             shapes.append(x.shape)
-        return values, tuple(shapes)
+            addresses.append(address)
+        return values, tuple(shapes), addresses
 
     def _adopt(self, x: Any, spec: TensorSpec, dtype: Any) -> Any:
         np = self._np
@@ -126,6 +130,16 @@ class NumpyTensors:
         foreign = [None if dtype.isbuiltin == 1 else spec.dtype for spec, dtype in self._outputs]
         dtypes = [dtype for _, dtype in self._outputs]
         return tuple(zip(plan.shapes, dtypes, plan.output_bytes, foreign, strict=True))
+
+    def flat(self, position: int, count: int) -> Any:
+        """Return memory for ``count`` elements of an output."""
+        dtype = self._outputs[position][1]
+        return self._empty((count,), dtype, count * dtype.itemsize)
+
+    def carve(self, memory: Any, plan: Plan, position: int) -> Any:
+        """Return an output of ``plan`` at the start of what ``flat`` made."""
+        shape = plan.shapes[position]
+        return memory[: math.prod(shape)].reshape(shape)
 
     def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
         """Check the caller's results, and return tensors on their memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,35 +24,42 @@ class TorchTensors:
             torch.device(device.type, device.index) if device.type != "cpu" else torch.device("cpu")
         )
         self._specs = signature.inputs
-        self._dtypes = [getattr(torch, spec.dtype) for spec in signature.inputs]
+        dtypes = [getattr(torch, spec.dtype) for spec in signature.inputs]
+        # lazily negated views come from complex numbers, which have no parts of other dtypes
+        parts = (torch.float16, torch.float32, torch.float64)
+        self._wanted = [(dtype, dtype in parts) for dtype in dtypes]
         self._outputs = [(spec, getattr(torch, spec.dtype)) for spec in signature.outputs]
         self._makers = [
             torch.empty(0, dtype=dtype, device=self._device).new_empty_strided
             for _, dtype in self._outputs
         ]
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-        """Return the tensors to pass, and their shapes."""
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
+        """Return the tensors to pass, their shapes and their addresses."""
         types, device = self._types, self._device
-        values, shapes = [], []
-        for position, dtype in enumerate(self._dtypes):
-            x = leaves[position]
+        values: list[Any] = []
+        shapes, addresses = [], []
+        for x, (dtype, may_be_negative) in zip(leaves, self._wanted, strict=True):
             try:
+                address = x.data_ptr()
                 usable = (
                     type(x) in types
                     and x.dtype is dtype
                     and x.device == device
                     and x.is_contiguous()
-                    and not x.data_ptr() & MISALIGNED
-                    and not x.is_neg()
+                    and not address & MISALIGNED
+                    and not (may_be_negative and x.is_neg())
                 )
-            except RuntimeError:  # no storage: sparse, or inside a functorch transform
+            # no tensor; or no storage: sparse, or inside a functorch transform
+            except (AttributeError, RuntimeError):
                 usable = False
             if not usable:
-                x = self._adopt(x, self._specs[position], dtype)
+                x = self._adopt(x, self._specs[len(values)], dtype)
+                address = x.data_ptr()
             values.append(x)
             shapes.append(x.shape)
-        return values, tuple(shapes)
+            addresses.append(address)
+        return values, tuple(shapes), addresses
 
     def _adopt(self, x: Any, spec: TensorSpec, dtype: Any) -> Any:
         torch = self._torch
@@ -98,17 +106,40 @@ class TorchTensors:
         """Return what ``outputs`` needs: a function, shape and strides an output."""
         return tuple(zip(self._makers, plan.shapes, plan.strides, strict=True))
 
+    def flat(self, position: int, count: int) -> Any:
+        """Return memory for ``count`` elements of an output."""
+        return self._torch.empty(count, dtype=self._outputs[position][1], device=self._device)
+
+    def carve(self, memory: Any, plan: Plan, position: int) -> Any:
+        """Return an output of ``plan`` at the start of what ``flat`` made."""
+        shape = plan.shapes[position]
+        return memory[: math.prod(shape)].view(shape)
+
     def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
         """Check the caller's results, and return them as what the kernels write to."""
+        types, device = self._types, self._device
         for x, (spec, dtype), shape in zip(out, self._outputs, plan.shapes, strict=True):
-            if not isinstance(x, self._torch.Tensor):
-                raise wrong(
-                    f"out ({spec.name})", "a torch.Tensor, as the inputs are", type(x).__name__
-                )
-            self._check(x, TensorSpec(f"out ({spec.name})", spec.dtype, spec.shape), dtype)
-            if x.requires_grad:
-                raise wrong(
-                    f"out ({spec.name})", "a tensor that does not require grad", "one that does"
-                )
-            check_out(spec, shape, tuple(x.shape), x.is_contiguous(), x.data_ptr())
+            if not (
+                type(x) in types
+                and x.dtype is dtype
+                and x.device == device
+                and x.shape == shape
+                and x.is_contiguous()
+                and not x.data_ptr() & MISALIGNED
+                and not x.requires_grad
+                and not x.is_neg()
+            ):
+                self._refuse_out(x, spec, dtype, shape)
         return list(out)
+
+    def _refuse_out(self, x: Any, spec: TensorSpec, dtype: Any, shape: Shape) -> None:
+        """Raise InputError for what is wrong with a result tensor."""
+        name = f"out ({spec.name})"
+        if not isinstance(x, self._torch.Tensor):
+            raise wrong(name, "a torch.Tensor, as the inputs are", type(x).__name__)
+        self._check(x, TensorSpec(name, spec.dtype, spec.shape), dtype)
+        if x.requires_grad:
+            raise wrong(name, "a tensor that does not require grad", "one that does")
+        if x.is_neg():
+            raise wrong(name, "a tensor with memory of its own", "a negated view")
+        check_out(spec, shape, tuple(x.shape), x.is_contiguous(), x.data_ptr())
