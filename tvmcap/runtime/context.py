@@ -15,6 +15,7 @@ from tvmcap.runtime.bound import Bound
 from tvmcap.runtime.cuda_graph import Cuda
 from tvmcap.runtime.graphs import Graphs
 from tvmcap.runtime.loader import Library, configure_threads, ffi
+from tvmcap.runtime.seen import Seen
 from tvmcap.runtime.trace import Trace, trace_call
 
 #: No stream has this handle.
@@ -34,13 +35,14 @@ class CpuContext:
         self._entry = self.arena.entry
         self.bound = Bound(manifest.signature)
         self.slots: dict[int, Any] = {}
+        self.seen: dict[Any, Seen] = {}
 
     def run(
         self,
         plan: Plan,
         values: Sequence[Any],
         targets: Sequence[Any],
-        addresses: Sequence[int] | None,
+        places: tuple[int, ...] | None,
     ) -> None:
         """Run the library on tensors that were checked."""
         arena = self.arena
@@ -86,6 +88,7 @@ class CudaContext:
         self._bounded = self.arena.bounded
         self.bound = Bound(manifest.signature)
         self.slots: dict[int, Any] = {}
+        self.seen: dict[Any, Seen] = {}
         self._planned = manifest.arena is not None
         self._needs = manifest.needs
         self._last = _NO_STREAM
@@ -114,20 +117,24 @@ class CudaContext:
         plan: Plan,
         values: Sequence[Any],
         targets: Sequence[Any],
-        addresses: Sequence[int] | None,
+        places: tuple[int, ...] | None,
     ) -> None:
-        """Run the library on tensors that were checked; without addresses it is never replayed."""
+        """Run the library on tensors that were checked; without addresses, never as a graph."""
         if self._torch is None:
             self._find_torch()
         stream = self._stream_of_torch(self._index)
         capturing = self._torch_captures()
         if stream != self._last and not capturing:
             self._follow(stream)
-        if not self._bounded and self.arena.fit(plan.dims) and self.graphs is not None:
-            self.graphs.clear()
         graphs = self.graphs
-        if graphs is not None and addresses is not None and not capturing and self._is_current():
-            places = (*addresses, *[t.data_ptr() for t in targets])
+        if not self._bounded and self.arena.fit(plan.dims) and graphs is not None:
+            graphs.clear()
+        if (
+            graphs is not None
+            and places is not None
+            and not capturing
+            and (not self._several or self._is_current())
+        ):
             if graphs.replay(plan, places, values, targets, stream):
                 return
         self._run(values, targets, stream)
@@ -161,7 +168,7 @@ class CudaContext:
 
     def _is_current(self) -> bool:
         """Whether the device is the current one, on which the default stream's handle, 0, is."""
-        return not self._several or self._torch.cuda.current_device() == self._index
+        return bool(self._torch.cuda.current_device() == self._index)
 
     def _follow(self, stream: int) -> None:
         """Order this call after the last one, on another stream: both use the same arena."""

@@ -72,6 +72,12 @@ class DLPackTensors:
         self._device = device
         self._copies = copies
 
+    def recall(self, leaves: Sequence[Any]) -> None:
+        """Recognize no inputs."""
+
+    def remember(self, leaves: Sequence[Any], values: Sequence[Any], plan: Plan) -> None:
+        """Remember no inputs."""
+
     def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
         """Return tvm_ffi tensors on the arguments' memory, their shapes and their addresses."""
         values = [
@@ -102,8 +108,8 @@ class DLPackTensors:
         view = ffi().get_global_func("runtime.TVMTensorCreateView")
         return view(memory, plan.shapes[position], dtype, 0)
 
-    def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
-        """Check the caller's results, and return them as tvm_ffi tensors."""
+    def check_out(self, out: Sequence[Any], plan: Plan) -> tuple[list[Any], list[int]]:
+        """Check the caller's results; return them as tvm_ffi tensors, and their addresses."""
         targets = []
         for x, spec, shape in zip(out, self._signature.outputs, plan.shapes, strict=True):
             tensor = _import(
@@ -111,7 +117,7 @@ class DLPackTensors:
             )
             check_out(spec, shape, tuple(tensor.shape), tensor.is_contiguous(), tensor.data_ptr())
             targets.append(tensor)
-        return targets
+        return targets, [target.data_ptr() for target in targets]
 
 
 def adopt_dlpack(x: Any, spec: TensorSpec, device: Any, copies: Copies) -> Any:

@@ -55,6 +55,12 @@ class NumpyTensors:
                 ) from e
             return self._np.dtype(getattr(ml_dtypes, spec.dtype))
 
+    def recall(self, leaves: Sequence[Any]) -> None:
+        """Recognize no inputs."""
+
+    def remember(self, leaves: Sequence[Any], values: Sequence[Any], plan: Plan) -> None:
+        """Remember no inputs."""
+
     def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
         """Return the arrays as tensors to pass, their shapes and their addresses."""
         types, import_tensor = self._types, self._import
@@ -141,8 +147,8 @@ class NumpyTensors:
         shape = plan.shapes[position]
         return memory[: math.prod(shape)].reshape(shape)
 
-    def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
-        """Check the caller's results, and return tensors on their memory."""
+    def check_out(self, out: Sequence[Any], plan: Plan) -> tuple[list[Any], list[int]]:
+        """Check the caller's results; return tensors on their memory, and their addresses."""
         targets = []
         for x, (spec, dtype), shape in zip(out, self._outputs, plan.shapes, strict=True):
             name = f"out ({spec.name})"
@@ -154,4 +160,4 @@ class NumpyTensors:
                 raise wrong(name, "a writable array", "a read-only one")
             check_out(spec, shape, x.shape, x.flags.c_contiguous, x.ctypes.data)
             targets.append(self._wrap(x, spec.dtype))
-        return targets
+        return targets, [target.data_ptr() for target in targets]
