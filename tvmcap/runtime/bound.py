@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from tvmcap.base.errors import InputError
 from tvmcap.base.signature import Signature
 from tvmcap.runtime.binding import Plan
 
+Ready = tuple[Plan, Sequence[Any], Sequence[Any], "tuple[int, ...] | None"]
+"""Plan, inputs, outputs and the addresses of both, where the call may be recorded."""
 _GROWTH = 2
 
 
@@ -20,7 +22,7 @@ class Bound:
     Attributes
     ----------
     inputs, outputs: what is bound, by position; None where nothing is.
-    call: runs what is bound, all of it checked; None after ``bind``, until the next run.
+    ready: what runs what is bound, all of it checked; None after ``bind``, until the next run.
     results: of the last run.
     growths: how often an output that is kept here was made larger.
     """
@@ -30,7 +32,7 @@ class Bound:
         self._out_names = {spec.name: i for i, spec in enumerate(signature.outputs)}
         self.inputs: list[Any] = [None] * len(self._names)
         self.outputs: list[Any] = [None] * len(self._out_names)
-        self.call: Callable[[], object] | None = None
+        self.ready: Ready | None = None
         self.results: list[Any] | None = None
         self.growths = 0
         self._kept: list[Any] = [None] * len(self._out_names)
@@ -49,7 +51,7 @@ class Bound:
             near = difflib.get_close_matches(str(name), known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"bind: expected one of {', '.join(known)}, got {name!r}{hint}")
-        self.call = None
+        self.ready = None
 
     def leaves(self) -> list[Any]:
         """Return the inputs; raises InputError where one is not bound."""

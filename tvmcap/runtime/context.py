@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tvmcap.base.errors import LibraryError
@@ -84,7 +85,6 @@ class CudaContext:
         self._lock = machine.lock
         with self._lock:
             self.arena = Arena(machine.vm, manifest)
-        self._entry = self.arena.entry
         self._bounded = self.arena.bounded
         self.bound = Bound(manifest.signature)
         self.slots: dict[int, Any] = {}
@@ -92,6 +92,7 @@ class CudaContext:
         self._planned = manifest.arena is not None
         self._needs = manifest.needs
         self._last = _NO_STREAM
+        self._own = ffi().Tensor
         self.graphs: Graphs | None = None
         self._torch: Any = None
         self._stream_of_torch: Callable[[int], int] = _no_stream
@@ -110,7 +111,8 @@ class CudaContext:
                 f"this library calls {', '.join(self._needs)}, whose work cannot be recorded: "
                 "build it without vendor_matmul"
             )
-        self.graphs = Graphs(self._cuda, self._record, limit_bytes)
+        record = partial(_record, self._lock, self.arena, self._weights)
+        self.graphs = Graphs(self._cuda, record, limit_bytes)
 
     def run(
         self,
@@ -141,16 +143,11 @@ class CudaContext:
 
     def _run(self, values: Sequence[Any], targets: Sequence[Any], stream: int) -> None:
         """Run without a graph. A torch tensor among the arguments brings its stream with it."""
-        with self._lock:
-            if targets and isinstance(targets[0], ffi().Tensor):
-                with ffi().use_raw_stream(self._device, stream):
-                    self._record(values, targets)
-            else:
-                self._record(values, targets)
-
-    def _record(self, values: Sequence[Any], targets: Sequence[Any]) -> None:
-        with self._lock:
-            self._entry(*values, *self._weights, *targets, *self.arena.storages)
+        if targets and isinstance(targets[0], self._own):
+            with ffi().use_raw_stream(self._device, stream):
+                _record(self._lock, self.arena, self._weights, values, targets)
+        else:
+            _record(self._lock, self.arena, self._weights, values, targets)
 
     def _find_torch(self) -> None:
         """Take the current stream from torch where it is in use, else from TVM."""
@@ -189,7 +186,18 @@ class CudaContext:
             self.graphs.clear()
         self.arena.release()
         self.slots.clear()
-        self._entry = None
+
+
+def _record(
+    lock: threading.RLock,
+    arena: Arena,
+    weights: Sequence[Any],
+    values: Sequence[Any],
+    targets: Sequence[Any],
+) -> None:
+    """Run a library's function; its virtual machine serves one thread at a time."""
+    with lock:
+        arena.entry(*values, *weights, *targets, *arena.storages)
 
 
 def _no_stream(index: int) -> int:

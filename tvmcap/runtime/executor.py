@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tvmcap.base.errors import InputError, LibraryError, TvmcapError
 from tvmcap.base.manifest import read_manifest
 from tvmcap.base.signature import unflatten
-from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain, make_plan
+from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain
+from tvmcap.runtime.bound import Ready
 from tvmcap.runtime.buckets import Buckets
+from tvmcap.runtime.checker import Checker, check_overlap
 from tvmcap.runtime.counts import Counts, count
-from tvmcap.runtime.frameworks import MISALIGNED, Copies, DLPackTensors
+from tvmcap.runtime.frameworks import MISALIGNED
 from tvmcap.runtime.graphs import LIMIT_BYTES
-from tvmcap.runtime.loader import Library, empty, ffi
+from tvmcap.runtime.loader import Library
 from tvmcap.runtime.machine import check_machine
-from tvmcap.runtime.numpy_tensors import NumpyTensors
 from tvmcap.runtime.seen import Seen, guard
 from tvmcap.runtime.threads import Contexts, Threads
 from tvmcap.runtime.torch_tensors import TorchTensors, telling
 from tvmcap.runtime.trace import Trace
 from tvmcap.runtime.vendor import provide
 
-_PLANS_KEPT = 1024
+#: Looks of calls that a thread remembers.
+_SEEN = 1024
 
 
 class Executor:
@@ -56,15 +56,14 @@ class Executor:
         check_machine(self.manifest, device)
         provide(self.manifest.needs, self.path)
         self._library = Library(self.path, self.manifest, device)
-        self._copies = Copies()
-        self._frameworks: dict[type, Any] = {}
-        self._plans: dict[tuple[Any, tuple[Shape, ...]], Plan] = {}
+        self._checker = Checker(self.signature, self._library.device)
         self._plain = is_plain(self.signature)
         self._count = len(self.signature.arg_names)
         self._single = self.signature.out_tree["kind"] == "leaf"
         tell = telling(self.signature)
         self._telling = tell[0]
-        self._quick = self._plain and self._single and len(tell) == 1
+        self._may_be_quick = self._plain and self._single and len(tell) == 1
+        self._quick = self._may_be_quick
         self._contexts = Contexts(self._library, self.manifest)
         self._threads = Threads(self._contexts)  # with this thread's memory, now and not at a call
         self._buckets: Buckets | None = None
@@ -72,7 +71,7 @@ class Executor:
     @property
     def copies(self) -> int:
         """Inputs copied so far because they were not contiguous or not aligned."""
-        return self._copies.count
+        return self._checker.copies.count
 
     @property
     def counts(self) -> Counts:
@@ -82,7 +81,7 @@ class Executor:
     def use_graphs(self, *, buckets: Sequence[int] = (), limit_bytes: int = LIMIT_BYTES) -> None:
         """Record calls as CUDA graphs, in every thread; see ``Compiled.use_graphs``."""
         self._buckets = Buckets(self.signature, buckets) if buckets else None
-        self._quick = self._quick and not buckets
+        self._quick = self._may_be_quick and not buckets
         self._contexts.use_graphs(limit_bytes)
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
@@ -107,9 +106,9 @@ class Executor:
             results = [out] if self._single else flatten_outputs(self.signature, out)
             targets, ends = framework.check_out(results, plan)
             places = (*addresses, *ends)
-            _check_overlap(places, plan)
+            check_overlap(places, plan)
             if self._quick and values is args and not plan.zero:
-                if len(context.seen) >= _PLANS_KEPT:
+                if len(context.seen) >= _SEEN:
                     context.seen.clear()
                 check = guard(sys.modules["torch"], (*args, out))
                 context.seen[args[self._telling].shape] = Seen(check, plan, places)
@@ -132,7 +131,7 @@ class Executor:
         if places != seen.places:
             if any(place & MISALIGNED for place in places):
                 return False
-            _check_overlap(places, seen.plan)
+            check_overlap(places, seen.plan)
             seen.places = places
         try:
             context.run(seen.plan, args, (out,), places)
@@ -154,7 +153,11 @@ class Executor:
         if plan.zero:
             if plan.skip:
                 return
-            values, targets, places = self._compact(values), self._compact(targets), None
+            values, targets, places = (
+                self._checker.compact(values),
+                self._checker.compact(targets),
+                None,
+            )
         try:
             context.run(plan, values, targets, places)
         except TvmcapError:
@@ -182,7 +185,7 @@ class Executor:
         def run(
             inputs: Sequence[Any], shapes: tuple[Shape, ...], outputs: Sequence[Any] | None
         ) -> list[Any]:
-            padded = self._plan(framework, shapes)
+            padded = self._checker.plan(framework, shapes)
             made = list(outputs or framework.outputs(padded)[1])
             self._run(context, padded, inputs, made, tuple(x.data_ptr() for x in (*inputs, *made)))
             return made
@@ -199,8 +202,9 @@ class Executor:
 
     def run(self) -> None:
         """Run the function on what this thread has bound; see ``Compiled.run``."""
-        bound = self._threads.here.bound
-        (bound.call or self._prepare())()
+        context = self._threads.here
+        ready = context.bound.ready or self._prepare(context)
+        self._run(context, *ready)
 
     def output(self, position: int = 0) -> Any:
         """Return an output of this thread's last run; see ``Compiled.output``."""
@@ -213,33 +217,30 @@ class Executor:
             last = len(results) - 1
             raise InputError(f"output: expected a number from 0 to {last}, got {position!r}") from e
 
-    def _prepare(self) -> Callable[[], object]:
-        """Check what is bound and return the call that runs it as long as nothing is bound anew."""
-        context = self._threads.here
+    def _prepare(self, context: Any) -> Ready:
+        """Check what is bound and return what runs it as long as nothing is bound anew."""
         bound = context.bound
-        framework, values, addresses, plan = self._checked(bound.leaves())
+        leaves, copied = bound.leaves(), self._checker.copies.here
+        framework, values, addresses, plan = self._checker.check(leaves)
+        if self._checker.copies.here != copied:
+            raise InputError(
+                "run: expected contiguous tensors aligned to 16 bytes, got one that has to be "
+                "copied; a tensor is used where it lies, so bind a compact copy"
+            )
         results = bound.targets(framework, plan)
         targets, ends = framework.check_out(results, plan)
         places = (*addresses, *ends)
-        _check_overlap(places, plan)
-        run = context.run if not plan.zero else partial(self._run, context)
-
-        def call() -> None:
-            try:
-                run(plan, values, targets, places)
-            except TvmcapError:
-                raise
-            except Exception as e:
-                raise self._failure(plan, e) from e
-
-        bound.results, bound.call = results, call
-        return call
+        check_overlap(places, plan)
+        recorded = self._buckets is None or self._buckets.holds(plan)
+        bound.results, bound.ready = results, (plan, values, targets, places if recorded else None)
+        ready: Ready = bound.ready
+        return ready
 
     def close(self) -> None:
         """Free the memory of every thread; a call after that raises LibraryError."""
         self._contexts.close(f"{self.path}: this library was closed; load it again")
         self._library.close()
-        self._plans.clear()
+        self._checker.plans.clear()
 
     def _bind(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -247,64 +248,18 @@ class Executor:
         """Return the framework of a call, tensors to pass, their addresses, what shapes imply."""
         if kwargs or not self._plain or len(args) != self._count:
             args = flatten_call(self.signature, args, kwargs)
-        return self._checked(args)
-
-    def _checked(self, leaves: Sequence[Any]) -> tuple[Any, Sequence[Any], list[int], Plan]:
-        kind = type(leaves[0]) if leaves else type(None)
-        framework = self._frameworks.get(kind) or self._framework_for(leaves)
-        known = framework.recall(leaves)
-        if known is not None:
-            return framework, leaves, known[1], known[0]
-        values, shapes, addresses = framework.inputs(leaves)
-        plan = self._plan(framework, shapes)
-        framework.remember(leaves, values, plan)
-        return framework, values, addresses, plan
-
-    def _plan(self, framework: Any, shapes: tuple[Shape, ...]) -> Plan:
-        """Return what follows from the shapes of the inputs, the same object for the same shapes.
-
-        Raises InputError where they do not fit the signature.
-        """
-        plan = self._plans.get((framework, shapes))
-        if plan is None:
-            plan = make_plan(self.signature, shapes, lambda dtype: int(ffi().dtype(dtype).itemsize))
-            plan = replace(plan, recipe=framework.recipe(plan))
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            self._plans[framework, shapes] = plan
-        return plan
-
-    def _framework_for(self, leaves: Sequence[Any]) -> Any:
-        """Choose by the first tensor; without any, torch's where torch is in use, else NumPy's."""
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        first = leaves[0] if leaves else None
-        if torch is not None and (isinstance(first, torch.Tensor) or not leaves):
-            make: type = TorchTensors
-        elif not leaves or (numpy is not None and isinstance(first, numpy.ndarray | numpy.generic)):
-            make = NumpyTensors
-        else:
-            make = DLPackTensors
-        framework = self._frameworks.get(make) or make(
-            self.signature, self._library.device, self._copies
-        )
-        self._frameworks[make] = self._frameworks[type(first)] = framework
-        return framework
-
-    def _compact(self, tensors: Sequence[Any]) -> list[Any]:
-        """Replace tensors without elements, whose strides the kernels would refuse."""
-        compact = []
-        for tensor in tensors:
-            if 0 in tensor.shape:
-                dtype = str(ffi().from_dlpack(tensor).dtype)
-                tensor = empty(tuple(tensor.shape), dtype, self._library.device)
-            compact.append(tensor)
-        return compact
+        return self._checker.check(args)
 
     def _failure(self, plan: Plan, error: Exception) -> Exception:
         if plan.zero:
             return InputError(
                 f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: "
                 f"{error}"
+            )
+        if "out of memory" in str(error).lower():
+            return LibraryError(
+                f"{self.path}: no memory on {self._library.device} for a call (sizes "
+                f"{dict(plan.dims)}): free some, or call with smaller sizes; original: {error}"
             )
         return LibraryError(
             f"{self.path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
@@ -314,13 +269,14 @@ class Executor:
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
+        self._contexts.check()
         context = self._threads.here
         framework, values, _, plan = self._bind(args, kwargs)
         targets = framework.outputs(plan)[1]
         if plan.skip:
             return Trace((), 0)
         if plan.zero:
-            values, targets = self._compact(values), self._compact(targets)
+            values, targets = self._checker.compact(values), self._checker.compact(targets)
         try:
             return context.trace(values, targets)
         except Exception as e:
@@ -334,16 +290,3 @@ class Executor:
         """Run one call and return the bytes of its outputs and of intermediates alive at once."""
         *_, plan = self._bind(args, kwargs)
         return self.trace(*args, **kwargs).intermediate_bytes + sum(plan.output_bytes)
-
-
-def _check_overlap(places: Sequence[int], plan: Plan) -> None:
-    """Refuse results that share memory with an argument or each other."""
-    sizes = (*plan.input_bytes, *plan.output_bytes)
-    for at in range(len(plan.input_bytes), len(places)):
-        start, end = places[at], places[at] + sizes[at]
-        for other, size in zip(places[:at], sizes, strict=False):
-            if start < other + size and other < end:
-                raise InputError(
-                    "out: expected memory of its own, got memory shared with an argument or "
-                    "another output"
-                )

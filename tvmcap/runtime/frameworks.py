@@ -9,6 +9,7 @@ is wrong or mends it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,21 @@ MISALIGNED = ALIGNMENT - 1
 
 
 class Copies:
-    """Counts the inputs that had to be copied, and logs the first."""
+    """Counts the inputs that had to be copied, and logs the first.
+
+    Attributes
+    ----------
+    count: in all threads; ``here`` in the calling one.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._thread = threading.local()
+
+    @property
+    def here(self) -> int:
+        """Copies in the calling thread."""
+        return getattr(self._thread, "count", 0)
 
     def note(self, name: str, why: str) -> None:
         """Count one copy of the argument ``name``."""
@@ -39,6 +51,7 @@ class Copies:
                 why,
             )
         self.count += 1
+        self._thread.count = self.here + 1
 
 
 def wrong(name: str, expected: object, got: object, advice: str = "") -> InputError:

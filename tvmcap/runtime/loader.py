@@ -138,7 +138,7 @@ class Library:
         self._device_type = _DEVICE_TYPES[kind]
         # an arena is made once, and its memory goes back to the device, after all work there
         self._allocator = _POOLED if kind == "llvm" or manifest.arena is None else _NAIVE
-        self._code = _code(path)
+        self._code: _Code | None = _code(path)
         self.weights = _load_weights(path, manifest, self._device)
 
     @property
@@ -149,10 +149,12 @@ class Library:
     def close(self) -> None:
         """Let go of code and weights, which are freed once no virtual machine uses them."""
         self.weights = ()
-        del self._code
+        self._code = None
 
     def new_vm(self) -> Any:
         """Return a virtual machine, for one thread at a time."""
+        if self._code is None:
+            raise LibraryError("this library was closed; load it again")
         vm = self._code.module["vm_load_executable"]()
         args = [self._device_type, self._device.index, self._allocator]
         if self._device_type != 1:

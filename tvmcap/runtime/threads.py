@@ -42,6 +42,7 @@ class Contexts:
 
     def use_graphs(self, limit_bytes: int) -> None:
         """Let every context record and replay calls; LibraryError where that is not possible."""
+        self.check()
         if self._machine is None:
             raise LibraryError(
                 "expected a library for 'cuda' to record as CUDA graphs, got one for "
@@ -61,7 +62,6 @@ class Contexts:
         self._refusal = self._refusal or why
         for context in list(self._all):
             context.run = self._refuse
-            context.bound.call = None
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise LibraryError(self._refusal)
