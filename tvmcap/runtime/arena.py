@@ -23,11 +23,13 @@ class Arena:
 
     Attributes
     ----------
+    vm: the virtual machine that it belongs to.
     entry: the function of the library to call, with ``storages`` as its last arguments.
     growths: how often it was made larger after the first call.
     """
 
     def __init__(self, vm: Any, manifest: Manifest) -> None:
+        self.vm = vm
         self._sizes = manifest.arena or ()
         self._make: Any = vm[_MAKE] if self._sizes else None
         self.entry = vm[_ENTRY] if self._sizes else vm["main"]
@@ -68,7 +70,7 @@ class Arena:
     def release(self) -> None:
         """Free the storage and the code; the arena cannot be used after that."""
         self.storages, self._capacity = (), ()
-        self.entry = self._make = None
+        self.vm = self.entry = self._make = None
 
     def _allocate(self, sizes: tuple[int, ...], dims: Mapping[str, int]) -> None:
         try:
