@@ -25,6 +25,7 @@ from tvmcap.runtime.graphs import LIMIT_BYTES
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
     from tvmcap.capture.export import Captured
+    from tvmcap.view.timeline import Profile
 
 
 logger = logging.getLogger("tvmcap")
@@ -192,6 +193,29 @@ class Compiled:
         from tvmcap.scoreboard import score
 
         return score(self, sizes, baselines=baselines, progress=progress)
+
+    def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
+        """Run on ``args`` and measure every kernel: its time, its bytes, its share of the roofline.
+
+        On a CPU by timers around each kernel, on a GPU by CUPTI through torch's profiler.
+        ``print(lib.profile(x))`` shows a table; ``.write_trace("trace.json")`` writes a trace for
+        Chrome or Perfetto.
+
+        Parameters
+        ----------
+        calls: how many calls to measure, after three that are not.
+
+        Raises
+        ------
+        InputError
+            Where an argument does not match the signature.
+        LibraryError
+            On a GPU without torch.
+        """
+        from tvmcap.profile import profile
+
+        self._here()
+        return profile(self, args, kwargs, calls)
 
     def explain(self) -> str:
         """Say what was captured and frozen, and which record or rule serves each kernel."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from tvmcap.base.errors import InputError
+from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.signature import Signature
 from tvmcap.runtime.binding import Plan, Shape, make_plan
 from tvmcap.runtime.frameworks import Copies, DLPackTensors
@@ -98,3 +99,21 @@ def check_overlap(places: Sequence[int], plan: Plan) -> None:
                     "out: expected memory of its own, got memory shared with an argument or "
                     "another output"
                 )
+
+
+def failure(path: Path, device: Any, plan: Plan, error: Exception) -> Exception:
+    """Return the error for a call that TVM's runtime could not run."""
+    if plan.zero:
+        return InputError(
+            f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: {error}"
+        )
+    if "out of memory" in str(error).lower():
+        return LibraryError(
+            f"{path}: no memory on {device} for a call (sizes "
+            f"{dict(plan.dims)}): free some, or call with smaller sizes; original: {error}"
+        )
+    return LibraryError(
+        f"{path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
+        "again, and report it "
+        f"if it fails again; original: {error}"
+    )

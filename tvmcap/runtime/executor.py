@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base.errors import InputError, LibraryError, TvmcapError
+from tvmcap.base.errors import InputError, TvmcapError
 from tvmcap.base.manifest import read_manifest
 from tvmcap.base.signature import unflatten
 from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain
 from tvmcap.runtime.bound import Ready
 from tvmcap.runtime.buckets import Buckets
-from tvmcap.runtime.checker import Checker, check_overlap
+from tvmcap.runtime.checker import Checker, check_overlap, failure
 from tvmcap.runtime.counts import Counts, count
 from tvmcap.runtime.frameworks import MISALIGNED
 from tvmcap.runtime.graphs import LIMIT_BYTES
@@ -23,7 +24,7 @@ from tvmcap.runtime.machine import check_machine
 from tvmcap.runtime.seen import Seen, guard
 from tvmcap.runtime.threads import Contexts, Threads
 from tvmcap.runtime.torch_tensors import TorchTensors, telling
-from tvmcap.runtime.trace import Trace
+from tvmcap.runtime.trace import Trace, Watch, watched
 from tvmcap.runtime.vendor import provide
 
 #: Looks of calls that a thread remembers.
@@ -138,7 +139,7 @@ class Executor:
         except TvmcapError:
             raise
         except Exception as e:
-            raise self._failure(seen.plan, e) from e
+            raise failure(self.path, self.device, seen.plan, e) from e
         return True
 
     def _run(
@@ -163,7 +164,7 @@ class Executor:
         except TvmcapError:
             raise
         except Exception as e:
-            raise self._failure(plan, e) from e
+            raise failure(self.path, self.device, plan, e) from e
 
     def _run_in_bucket(
         self,
@@ -250,23 +251,6 @@ class Executor:
             args = flatten_call(self.signature, args, kwargs)
         return self._checker.check(args)
 
-    def _failure(self, plan: Plan, error: Exception) -> Exception:
-        if plan.zero:
-            return InputError(
-                f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: "
-                f"{error}"
-            )
-        if "out of memory" in str(error).lower():
-            return LibraryError(
-                f"{self.path}: no memory on {self._library.device} for a call (sizes "
-                f"{dict(plan.dims)}): free some, or call with smaller sizes; original: {error}"
-            )
-        return LibraryError(
-            f"{self.path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
-            "again, and report it "
-            f"if it fails again; original: {error}"
-        )
-
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
         self._contexts.check()
@@ -280,7 +264,21 @@ class Executor:
         try:
             return context.trace(values, targets)
         except Exception as e:
-            raise self._failure(plan, e) from e
+            raise failure(self.path, self.device, plan, e) from e
+
+    @property
+    def device(self) -> Any:
+        """The ``tvm_ffi.Device`` that the library runs on."""
+        return self._library.device
+
+    def sizes(self, *args: Any, **kwargs: Any) -> Mapping[str, int]:
+        """Return the symbolic sizes of a call, without running it."""
+        return self._bind(args, kwargs)[-1].dims
+
+    def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
+        """Call ``before`` and ``after`` with the name of each kernel that this thread launches."""
+        self._contexts.check()
+        return watched(self._threads.here.arena.vm, before, after)
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Run one call and return the names of the kernels it launched, in order."""
