@@ -15,7 +15,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -257,9 +256,8 @@ def main() -> None:
         short = {key: v for key, v in row.items() if not key.startswith("samples")}
         print(json.dumps(short), flush=True)
     if options.json:
-        problem = {"M": ROWS[kind], "K": k, "N": n, "pid_cores": len(os.sched_getaffinity(0))}
-        random.seed(0)
-        data = {"meta": meta(dtype=str(DTYPES[kind]), **problem), "rows": rows}
+        problem = {"M": ROWS[kind], "K": k, "N": n, "cores": len(os.sched_getaffinity(0))}
+        data = {"meta": meta(("runtime",), dtype=str(DTYPES[kind]), **problem), "rows": rows}
         options.json.write_text(json.dumps(data, separators=(",", ":")) + "\n")
 
 
