@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from tvmcap.base.errors import LibraryError
+from tvmcap.base.errors import IncompatibleLibraryError, LibraryError
 from tvmcap.base.manifest import Manifest
 from tvmcap.runtime.arena import Arena
 from tvmcap.runtime.binding import Plan
@@ -21,6 +21,8 @@ from tvmcap.runtime.trace import Trace, trace_call
 
 #: No stream has this handle.
 _NO_STREAM = -1
+#: DLPack's number of CUDA devices (dlpack.h).
+_CUDA = 2
 
 
 class CpuContext:
@@ -66,7 +68,12 @@ class CpuContext:
 class CudaMachine:
     """A library's virtual machine on a GPU, which keeps weights: one for all threads, in turns."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, manifest: Manifest) -> None:
+        if manifest.arena is None:
+            raise IncompatibleLibraryError(
+                "expected a library that takes the memory of its intermediates, got one of an "
+                "earlier version, which allocates within a call: build it again"
+            )
         self.library = library
         self.vm = library.new_vm()
         self.lock = threading.RLock()
@@ -77,7 +84,6 @@ class CudaContext:
     """An arena and recorded calls of the calling thread; work goes to the caller's stream."""
 
     def __init__(self, machine: CudaMachine, manifest: Manifest) -> None:
-        self._machine = machine
         self._cuda = machine.cuda
         self._device = machine.library.device
         self._index = self._device.index
@@ -89,23 +95,17 @@ class CudaContext:
         self.bound = Bound(manifest.signature)
         self.slots: dict[int, Any] = {}
         self.seen: dict[Any, Seen] = {}
-        self._planned = manifest.arena is not None
         self._needs = manifest.needs
         self._last = _NO_STREAM
         self._own = ffi().Tensor
         self.graphs: Graphs | None = None
         self._torch: Any = None
-        self._stream_of_torch: Callable[[int], int] = _no_stream
-        self._torch_captures: Callable[[], bool] = _never
+        self._stream: Callable[[int], int] = _stream_of_tvm
+        self._captures: Callable[[], bool] = _never
         self._several = False
 
     def use_graphs(self, limit_bytes: int) -> None:
         """Record and replay calls from now on; raises LibraryError where no call can be."""
-        if not self._planned:
-            raise LibraryError(
-                "this library allocates within a call, as an earlier version built it, so its "
-                "calls cannot be recorded: build it again"
-            )
         if self._needs:
             raise LibraryError(
                 f"this library calls {', '.join(self._needs)}, whose work cannot be recorded: "
@@ -122,22 +122,19 @@ class CudaContext:
         places: tuple[int, ...] | None,
     ) -> None:
         """Run the library on tensors that were checked; without addresses, never as a graph."""
-        if self._torch is None:
+        if self._torch is None and "torch" in sys.modules:
             self._find_torch()
-        stream = self._stream_of_torch(self._index)
-        capturing = self._torch_captures()
+        stream = self._stream(self._index)
+        capturing = self._captures()
         if stream != self._last and not capturing:
             self._follow(stream)
         graphs = self.graphs
         if not self._bounded and self.arena.fit(plan.dims) and graphs is not None:
             graphs.clear()
-        if (
-            graphs is not None
-            and places is not None
-            and not capturing
-            and (not self._several or self._is_current())
-        ):
-            if graphs.replay(plan, places, values, targets, stream):
+        if graphs is not None and places is not None and not capturing:
+            if self._several and not self._is_current():
+                graphs.fallbacks[f"another device than {self._device} is the current one"] += 1
+            elif graphs.replay(plan, places, values, targets, stream):
                 return
         self._run(values, targets, stream)
 
@@ -150,18 +147,13 @@ class CudaContext:
             _record(self._lock, self.arena, self._weights, values, targets)
 
     def _find_torch(self) -> None:
-        """Take the current stream from torch where it is in use, else from TVM."""
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
-            from tvm_ffi.core import _env_get_current_stream
-
-            kind = self._device.dlpack_device_type()
-            self._stream_of_torch = lambda index: int(_env_get_current_stream(kind, index) or 0)
-            return
-        self._torch = torch
-        self._stream_of_torch = torch._C._cuda_getCurrentRawStream
-        self._torch_captures = torch._C._cuda_isCurrentStreamCapturing
-        self._several = torch.cuda.device_count() > 1
+        """Take the current stream from torch where it uses the GPU."""
+        torch = sys.modules["torch"]
+        if torch.cuda.is_available():
+            self._torch = torch
+            self._stream = torch._C._cuda_getCurrentRawStream
+            self._captures = torch._C._cuda_isCurrentStreamCapturing
+            self._several = torch.cuda.device_count() > 1
 
     def _is_current(self) -> bool:
         """Whether the device is the current one, on which the default stream's handle, 0, is."""
@@ -175,7 +167,7 @@ class CudaContext:
 
     def trace(self, values: Sequence[Any], targets: Sequence[Any]) -> Trace:
         """Watch one call that allocates what it needs."""
-        vm = self._machine.vm
+        vm = self.arena.vm
         with self._lock:
             main = vm["main"]
             return trace_call(vm, lambda: main(*values, *self._weights, *targets))
@@ -186,6 +178,7 @@ class CudaContext:
             self.graphs.clear()
         self.arena.release()
         self.slots.clear()
+        self._weights = ()
 
 
 def _record(
@@ -200,8 +193,11 @@ def _record(
         arena.entry(*values, *weights, *targets, *arena.storages)
 
 
-def _no_stream(index: int) -> int:
-    return 0
+def _stream_of_tvm(index: int) -> int:
+    """Return the stream that a caller without torch set with ``tvm_ffi.use_raw_stream``."""
+    from tvm_ffi.core import _env_get_current_stream
+
+    return int(_env_get_current_stream(_CUDA, index) or 0)
 
 
 def _never() -> bool:

@@ -7,6 +7,7 @@ and cuda_runtime_api.h of CUDA 13.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
@@ -56,7 +57,7 @@ class Cuda:
         self._replace.argtypes = [c_void_p, c_void_p]
         self._set = self._driver.cuGraphExecKernelNodeSetParams_v2
         self._set.argtypes = [c_void_p, c_void_p, c_void_p]
-        self._event = c_void_p()
+        self._event, self._lock = c_void_p(), threading.Lock()
 
     def check(self, status: int, what: str) -> None:
         """Raise LibraryError for a status of the CUDA runtime other than success."""
@@ -75,6 +76,7 @@ class Cuda:
     def new_stream(self) -> c_void_p:
         """Return a stream of its own, for captures; ``destroy_stream`` ends it."""
         stream = c_void_p()
+        self._call("cudaSetDevice", self.device.index)
         self._call("cudaStreamCreateWithFlags", byref(stream), _NON_BLOCKING)
         return stream
 
@@ -84,16 +86,11 @@ class Cuda:
 
     def order(self, before: int, after: int) -> None:
         """Let what comes on the stream ``after`` wait for what is on ``before``."""
-        if not self._event:
-            self._call("cudaEventCreateWithFlags", byref(self._event), _NO_TIMING)
-        self._call("cudaEventRecord", self._event, c_void_p(before))
-        self._call("cudaStreamWaitEvent", c_void_p(after), self._event, 0)
-
-    def is_capturing(self, stream: int) -> bool:
-        """Whether calls on ``stream`` are recorded rather than run."""
-        status = c_int()
-        self._call("cudaStreamIsCapturing", c_void_p(stream), byref(status))
-        return status.value != 0
+        with self._lock:  # one event for all threads
+            if not self._event:
+                self._call("cudaEventCreateWithFlags", byref(self._event), _NO_TIMING)
+            self._call("cudaEventRecord", self._event, c_void_p(before))
+            self._call("cudaStreamWaitEvent", c_void_p(after), self._event, 0)
 
     def capture(self, stream: c_void_p, run: Callable[[], object]) -> c_void_p:
         """Record what ``run`` launches on ``stream``; returns the graph.

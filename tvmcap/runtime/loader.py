@@ -137,7 +137,7 @@ class Library:
         self._device = ffi().device({"llvm": "cpu"}.get(kind, kind), device)
         self._device_type = _DEVICE_TYPES[kind]
         # an arena is made once, and its memory goes back to the device, after all work there
-        self._allocator = _POOLED if kind == "llvm" or manifest.arena is None else _NAIVE
+        self._allocator = _POOLED if kind == "llvm" else _NAIVE
         self._code: _Code | None = _code(path)
         self.weights = _load_weights(path, manifest, self._device)
 

@@ -20,7 +20,7 @@ class Contexts:
         self._library = library
         self._manifest = manifest
         cuda = manifest.target["kind"] == "cuda"
-        self._machine = CudaMachine(library) if cuda else None
+        self._machine = CudaMachine(library, manifest) if cuda else None
         self._all: weakref.WeakSet[Any] = weakref.WeakSet()
         self._graph_bytes: int | None = None
         self._refusal = ""
