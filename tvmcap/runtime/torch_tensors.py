@@ -64,7 +64,8 @@ class TorchTensors:
             if known is None or not known[0](*leaves):
                 return None
             addresses = [x.data_ptr() for x in leaves]
-        except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        # no tensor, or one without memory, or no input at all
+        except (AttributeError, IndexError, RuntimeError):
             return None
         for address in addresses:
             if address & MISALIGNED:
