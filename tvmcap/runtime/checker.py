@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tvmcap.runtime.numpy_tensors import NumpyTensors
 from tvmcap.runtime.torch_tensors import TorchTensors
 
 _PLANS_KEPT = 1024
+_OVERLAP = "out: expected memory of its own, got memory shared with an argument or another output"
 
 
 class Checker:
@@ -90,15 +92,20 @@ class Checker:
 
 def check_overlap(places: Sequence[int], plan: Plan) -> None:
     """Refuse results that share memory with an argument or each other."""
-    sizes = (*plan.input_bytes, *plan.output_bytes)
-    for at in range(len(plan.input_bytes), len(places)):
-        start, end = places[at], places[at] + sizes[at]
-        for other, size in zip(places[:at], sizes, strict=False):
-            if start < other + size and other < end:
-                raise InputError(
-                    "out: expected memory of its own, got memory shared with an argument or "
-                    "another output"
-                )
+    at = len(plan.input_bytes)
+    for size in plan.output_bytes:
+        start = places[at]
+        end = start + size
+        for other, length in zip(places, plan.input_bytes, strict=False):
+            if start < other + length and other < end:
+                raise InputError(_OVERLAP)
+        at += 1
+    if len(plan.output_bytes) > 1:
+        sized = zip(places[len(plan.input_bytes) :], plan.output_bytes, strict=True)
+        outputs = sorted((start, size) for start, size in sized if size)
+        for (start, size), (other, _) in itertools.pairwise(outputs):
+            if start + size > other:
+                raise InputError(_OVERLAP)
 
 
 def failure(path: Path, device: Any, plan: Plan, error: Exception) -> Exception:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -130,7 +132,7 @@ class Executor:
         except (AttributeError, IndexError, TypeError, RuntimeError):
             return False
         if places != seen.places:
-            if any(place & MISALIGNED for place in places):
+            if functools.reduce(operator.or_, places) & MISALIGNED:
                 return False
             check_overlap(places, seen.plan)
             seen.places = places
