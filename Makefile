@@ -1,5 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both set up ./.venv first.
 PYTHON ?= python3
+# Processes that test at the same time, each of up to 2 GB.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -13,7 +15,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	touch $(STAMP)
 
 test: $(STAMP) lint
-	TVMCAP_CHECK=1 $(BIN)/python -m pytest
+	TVMCAP_CHECK=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

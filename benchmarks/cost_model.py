@@ -1,7 +1,8 @@
 """How well the cost model ranks candidates of shapes it never saw, against simpler orders.
 
 Rows: ours, the analytic estimate alone (prior), squared error on the same features (regression),
-random; for loop nests, which have no estimate, MetaSchedule's own model (stock). ``zero_trial`` is
+random; for loop nests, which have no estimate, MetaSchedule's own model (stock), and
+ours with MetaSchedule's features of each store, too (stores). ``zero_trial`` is
 the best time over that of the pick that ``tvmcap.build`` would make, the geometric mean over
 shapes; ``search_N`` the best time over the best of N trials of the search that ``tvmcap.tune``
 runs, replayed on records: with the model (ours), without one (prior), of candidates drawn (random).
@@ -16,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,15 @@ def orders(
         found["prior"] = RankModel(seed, names)
     if stock is not None:
         found["stock"] = stock.train(train, seed)
+        found["stores"] = with_stores(train, stock, seed)
     return {**found, "random": lambda group: rng.random(len(group.rows))}
+
+
+def with_stores(train: Sequence[Group], stock: Stock, seed: int) -> Callable[[Group], Any]:
+    """Return what scores the candidates of a group by MetaSchedule's features, too."""
+    model, known = RankModel(seed), [replace(g, rows=stock.with_stores(g)) for g in train]
+    model.pretrain(known)
+    return lambda group: model.margins(stock.with_stores(group))
 
 
 def evaluate(

@@ -59,7 +59,7 @@ def load(kind: str, folders: Sequence[Path], name: str | None, any_source: bool)
         return _loops(records)
     target = make_target({"kind": "cuda", "arch": "sm_90a"} if kind == "cuda" else kind)
     groups = models.groups(records, template, target, any_source)
-    return Data(template, target, records, groups, *by_dtype(groups), None, _machine(records))
+    return Data(template, target, records, groups, *by_dtype(groups), None, machine(records))
 
 
 def _loops(records: Sequence[Record]) -> Data:
@@ -73,10 +73,11 @@ def _loops(records: Sequence[Record]) -> Data:
     stock = Stock(target)
     groups = [g for g in models.groups(mine, LOOP_NESTS, target) if stock.knows(g)]
     source = models.groups(portable, LOOP_NESTS, target)
-    return Data(LOOP_NESTS, target, mine, groups, source, groups, stock, _machine(mine))
+    return Data(LOOP_NESTS, target, mine, groups, source, groups, stock, machine(mine))
 
 
-def _machine(records: Sequence[Record]) -> str:
+def machine(records: Sequence[Record]) -> str:
+    """Say what measured, as far as records tell."""
     found = {(r.target["name"], r.target["arch"], r.target["cores"]) for r in records}
     return "; ".join(
         f"{name or arch}" + (f" ({arch}), {cores} cores" if cores else "")
