@@ -170,10 +170,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
 }
 """Name of a table to the result file it is made of and what makes it."""
 PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
-    "runtime_host": lambda data: (data["meta"], runtime.calls(data["rows"])),
-    "runtime_counts": lambda data: (data["meta"], runtime.others(data["rows"])),
-    "runtime_host_cpu": lambda data: (data["meta"], runtime.calls(data["rows"])),
-    "runtime_counts_cpu": lambda data: (data["meta"], runtime.others(data["rows"])),
+    "runtime_host": runtime.part(runtime.calls),
+    "runtime_counts": runtime.part(runtime.others),
+    "runtime_host_cpu": runtime.part(runtime.calls),
+    "runtime_counts_cpu": runtime.part(runtime.others),
     "cost_model_cuda": cost.part("cuda"),
     "cost_model_cuda_records": cost.data("cuda"),
     "cost_model_cuda_transfer": cost.part("cuda", "transfer"),

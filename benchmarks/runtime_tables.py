@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 Row = dict[str, Any]
@@ -43,3 +44,8 @@ def calls(rows: list[Row]) -> list[Row]:
 def others(rows: list[Row]) -> list[Row]:
     """Return the other rows."""
     return [row for row in rows if not row["figure"].startswith(_CALL)]
+
+
+def part(select: Callable[[list[Row]], list[Row]]) -> Callable[[Row], tuple[Row, list[Row]]]:
+    """Return what takes the meta data and some rows from a file, none where there is none."""
+    return lambda data: (data.get("meta", {}), select(data.get("rows", [])))
