@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cost_model_tables as cost
 import gemm_tables as gemm
 import quantize_tables
+import runtime_tables as runtime
 import serving_tables
 
 from tvmcap.versions import COMPILER, source_hash
@@ -149,6 +150,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gpu_blocks": ("gpu_blocks", gpu_blocks),
     "gpu_blocks_all": ("gpu_blocks", gpu_blocks_all),
     "overheads": ("overheads", overheads),
+    "runtime_host": ("runtime_host", runtime.host_times),
+    "runtime_counts": ("runtime_host", runtime.counts),
+    "runtime_host_cpu": ("runtime_host_cpu", runtime.host_times),
+    "runtime_counts_cpu": ("runtime_host_cpu", runtime.counts),
     "gemm_summary": ("gemm_suite", gemm.summary_table),
     "gemm_suite": ("gemm_suite", lambda rows: gemm.suite_table(_us)(rows)),
     "gemm_row_template": ("gemm_suite", lambda rows: gemm.row_table(_us)(rows)),
@@ -167,6 +172,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
 }
 """Name of a table to the result file it is made of and what makes it."""
 PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
+    "runtime_host": runtime.part(runtime.calls),
+    "runtime_counts": runtime.part(runtime.others),
+    "runtime_host_cpu": runtime.part(runtime.calls),
+    "runtime_counts_cpu": runtime.part(runtime.others),
     "cost_model_cuda": cost.part("cuda"),
     "cost_model_cuda_records": cost.data("cuda"),
     "cost_model_cuda_transfer": cost.part("cuda", "transfer"),

@@ -20,7 +20,7 @@ from tvmcap.compiled import Compiled
 from tvmcap.kernel import apply, models, registry
 from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import export, lower, weights
+from tvmcap.library import arena, export, lower, weights
 from tvmcap.quantized import quantizer
 from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.loader import configure_threads
@@ -145,6 +145,7 @@ def _make(
         config=config.to_json(),
         key=key,
         peak_bytes=pipeline.peak_bytes(planned),
+        arena=arena.sizes(planned),
         needs=apply.needs(trace.coverage),
         quantization=None if quantize is None else quantize.to_json(),
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError, LibraryError
-from tvmcap.base.signature import Signature
+from tvmcap.base.signature import Signature, Size
 
 FORMAT = 1
 MAGIC = b"tvmcap\x00\x01"
@@ -63,6 +63,8 @@ class Manifest:
     quantization: the options, the ranges of the calibration and the report of a quantized model.
     peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
         bounds.
+    arena: bytes of each storage that the intermediates of a call share; None for a library of a
+        version that did not list them.
     """
 
     versions: Mapping[str, str | None]
@@ -81,6 +83,7 @@ class Manifest:
     peak_bytes: int | None = None
     needs: tuple[str, ...] = ()
     quantization: Mapping[str, Any] | None = None
+    arena: tuple[Size, ...] | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
@@ -102,6 +105,8 @@ class Manifest:
             known["coverage"] = tuple(dict(task) for task in data.get("coverage", ()))
             known["frozen"] = tuple(data.get("frozen", ()))
             known["needs"] = tuple(data.get("needs", ()))
+            if known.get("arena") is not None:
+                known["arena"] = tuple(known["arena"])
             known["weights"] = _weights(data.get("weights"))
             if not isinstance(data["target"]["kind"], str) or not isinstance(
                 data["versions"], dict
