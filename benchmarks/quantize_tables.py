@@ -41,6 +41,14 @@ def summary(rows: Sequence[Row]) -> Row:
         "int8_tops_alone_at_8192_cubed": cube.get("tops_alone"),
         "e4m3_least_vs_bf16": least("e4m3", "bf16"),
         "e4m3_least_vs_scaled_mm": least("e4m3", "scaled_mm"),
+        "e4m3_alone_least_vs_scaled_mm": min(
+            (
+                r["baselines_us"]["scaled_mm"]["median"] / r["kernel_us"]["median"]
+                for r in found
+                if "scaled_mm" in r.get("baselines_us", {})
+            ),
+            default=None,
+        ),
     }
 
 
