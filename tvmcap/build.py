@@ -18,6 +18,7 @@ from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import capture, fingerprint
 from tvmcap.compiled import Compiled
 from tvmcap.kernel import apply, models, registry
+from tvmcap.kernel.admission import admitted
 from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import arena, export, lower, weights
@@ -126,7 +127,7 @@ def _make(
         stores = open_stores(config, target)
 
     def lookup(task: Any) -> Any:
-        return [] if config.tune == "none" else stores.best_by_size(task.key, target)
+        return [] if config.tune == "none" else admitted(stores, task, target)
 
     choose = None if config.tune == "none" else Chooser(stores, target)
     back = pipeline.back(target, lookup, trace, choose)
