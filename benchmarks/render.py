@@ -160,6 +160,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
     "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
     "quantize_gpu": ("quantize_gpu", lambda rows: quantize_tables.table(_us)(rows)),
+    "quantize_cpu": ("quantize_cpu", lambda rows: quantize_tables.cpu_table(_us)(rows)),
     "serving": ("serving", serving_tables.table),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
     "cost_model_cuda": ("cost_model", cost.orders),
