@@ -18,7 +18,7 @@ from tvmcap.base.ranges import Ranges
 from tvmcap.base.score import Score
 from tvmcap.base.signature import Signature
 from tvmcap.library.export import copy_library
-from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.opening import open_library
 
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
@@ -43,7 +43,7 @@ class Compiled:
 
     path: Path
     manifest: Manifest
-    executor: Executor | None
+    executor: Any
     foreign: str = ""
     config: Config | None = None
     capture_again: Callable[[], Captured] | None = None
@@ -174,7 +174,7 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     the file runs; LibraryError for a path that names no file.
     """
     path = _file(path)
-    executor = Executor(path, device=device)
+    executor = open_library(path, device=device)
     if executor.manifest.verified is False:
         logger.warning(
             "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here",

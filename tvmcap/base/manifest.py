@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError, LibraryError
 from tvmcap.base.signature import Signature
+from tvmcap.base.training import Training
 
 FORMAT = 1
 MAGIC = b"tvmcap\x00\x01"
@@ -60,6 +61,7 @@ class Manifest:
     config: the options that made it.
     key: its key in the compile cache.
     needs: packages that it calls where it runs, such as ``torch``.
+    training: the forward and the backward entry, in a library with gradients.
     quantization: the options, the ranges of the calibration and the report of a quantized model.
     peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
         bounds.
@@ -81,6 +83,7 @@ class Manifest:
     peak_bytes: int | None = None
     needs: tuple[str, ...] = ()
     quantization: Mapping[str, Any] | None = None
+    training: Training | None = None
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
@@ -103,6 +106,8 @@ class Manifest:
             known["frozen"] = tuple(data.get("frozen", ()))
             known["needs"] = tuple(data.get("needs", ()))
             known["weights"] = _weights(data.get("weights"))
+            if known.get("training") is not None:
+                known["training"] = Training.from_json(data["training"])
             if not isinstance(data["target"]["kind"], str) or not isinstance(
                 data["versions"], dict
             ):

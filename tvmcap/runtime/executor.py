@@ -12,7 +12,7 @@ from typing import Any
 
 from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.manifest import read_manifest
-from tvmcap.base.signature import unflatten
+from tvmcap.base.signature import Signature, unflatten
 from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain, make_plan
 from tvmcap.runtime.frameworks import Copies, DLPackTensors
 from tvmcap.runtime.loader import Library, configure_threads, empty, ffi
@@ -37,6 +37,7 @@ class Executor:
     ----------
     path : the library; its weights file, where it has one, lies beside it.
     device : index of the GPU, for a library built for one.
+    entry : the function of the library to call and its signature; by default the one of its own.
 
     Raises
     ------
@@ -44,16 +45,22 @@ class Executor:
         Before anything of the file is loaded.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, device: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: int = 0,
+        entry: tuple[str, Signature] | None = None,
+    ) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
-        self.signature = self.manifest.signature
+        name, self.signature = entry or ("main", self.manifest.signature)
         check_machine(self.manifest, device)
         provide(self.manifest.needs, self.path)
         self._library = Library(self.path, self.manifest, device)
         self._weights = self._library.weights
         cuda = self.manifest.target["kind"] == "cuda"
-        self._machine = _CudaMachine(self._library) if cuda else _CpuMachine(self._library)
+        self._machine = (_CudaMachine if cuda else _CpuMachine)(self._library, name)
         self._copies = Copies()
         self._frameworks: dict[type, Any] = {}
         self._plans: dict[tuple[type, tuple[Shape, ...]], Plan] = {}
@@ -183,14 +190,14 @@ def _check_overlap(values: Sequence[Any], targets: Sequence[Any], plan: Plan) ->
 class _CpuMachine(threading.local):
     """A virtual machine and a thread pool a calling thread; code and weights are shared."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, entry: str) -> None:
         configure_threads()
-        self._library = library
-        self.run = library.new_vm()["main"]
+        self._library, self._entry = library, entry
+        self.run = library.new_vm()[entry]
 
     def trace(self, *tensors: Any) -> Trace:
         vm = self._library.new_vm()
-        return trace_call(vm, lambda: vm["main"](*tensors))
+        return trace_call(vm, lambda: vm[self._entry](*tensors))
 
 
 class _CudaMachine:
@@ -199,10 +206,10 @@ class _CudaMachine:
     _last_stream: dict[int, Any] = {}
     _lock = threading.RLock()
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, entry: str) -> None:
         self._device = library.device
         self._vm = library.new_vm()
-        self._main = self._vm["main"]
+        self._main = self._vm[entry]
 
     def run(self, *tensors: Any) -> None:
         torch = sys.modules.get("torch")

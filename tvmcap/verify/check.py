@@ -20,6 +20,7 @@ from tvmcap.base.errors import TvmcapError, VerifyError
 from tvmcap.base.numerics import Array, Comparison, compare, to_numpy
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.verify.accuracy import hold
+from tvmcap.verify.gradients import verify_gradients
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.reference import (
     in_parts,
@@ -67,6 +68,10 @@ def verify(
     subject = Subject.of(compiled, reference)
     seed = int(getattr(compiled.config, "seed", 0) if seed is None else seed)
     example = subject.example
+    if compiled.manifest.training is not None:
+        return verify_gradients(
+            compiled, subject.eager, example, subject.keywords, sizes=sizes, seed=seed
+        )
     sets = plan_inputs(subject.signature, example, level=level, sizes=sizes, seed=seed)
     sets = [s for s in sets if s.kind != "nonfinite" or not subject.finite_only]
     checks: list[Check] = []
@@ -185,9 +190,13 @@ def device_of(compiled: Any) -> str:
 
 
 def example_leaves(captured: Any) -> list[torch.Tensor]:
-    """Flatten the example inputs of ``captured`` in the order of its signature."""
+    """Flatten the example inputs of ``captured`` in the order of its signature.
+
+    With gradients, the parameters and buffers of a module are no part of it.
+    """
     values = (*captured.args, *captured.kwargs.values())
-    return flatten(captured.signature.in_tree, values)
+    tree = captured.signature.in_tree
+    return flatten({**tree, "items": tree["items"][: len(values)]}, values)
 
 
 def _home(
