@@ -9,6 +9,7 @@ import torch
 from torch._decomp import decomposition_table
 
 from tvmcap.capture.convolution_gradient import gradients
+from tvmcap.capture.normalizations import normalizations
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -57,11 +58,7 @@ def missing_in_torch() -> dict[Any, Callable[..., Any]]:
     return found if operator is None else {**found, operator.default: fused_rms_norm}
 
 
-_SEVERAL = (
-    "native_layer_norm.default",
-    "native_group_norm.default",
-    "_native_batch_norm_legit_no_training.default",
-)
+_SEVERAL = ("_native_batch_norm_legit_no_training.default",)
 """Operators whose lowering gives the first result alone, where gradients need the others too."""
 
 
@@ -80,4 +77,4 @@ def for_training() -> dict[Any, Callable[..., Any]]:
         and (operator.__name__ not in known or operator.__name__ in _SEVERAL)
         and torch.Tag.nondeterministic_seeded not in operator.tags
     }
-    return {**found, **missing_in_torch(), **gradients()}
+    return {**found, **missing_in_torch(), **normalizations(), **gradients()}

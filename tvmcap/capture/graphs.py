@@ -18,7 +18,7 @@ from tvmcap.base.config import Dim
 from tvmcap.base.errors import CaptureError
 from tvmcap.base.signature import DimSpec, Signature, TensorSpec
 from tvmcap.base.training import Entry, Port
-from tvmcap.capture import ir, operators
+from tvmcap.capture import ir, operators, simplify
 from tvmcap.capture.shapes import Free
 from tvmcap.capture.structure import dtype_name
 from tvmcap.capture.symbols import Symbols
@@ -39,7 +39,7 @@ def read(
     symbols: Mapping[str, str],
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> Imported:
-    """Import a graph whose nodes know their values (``meta["val"]``).
+    """Import a graph, which it may simplify, whose nodes know their values (``meta["val"]``).
 
     Parameters
     ----------
@@ -51,6 +51,7 @@ def read(
     Raises CaptureError (UnsupportedOperatorError) for what cannot be imported.
     """
     constants = constants or {}
+    simplify.sums(graph.graph)
     operators.check_supported(graph.graph, ir.known_operators())
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in constants]
     tensors = [(name, n) for name, n in zip(names, nodes, strict=True) if _is_tensor(n)]
