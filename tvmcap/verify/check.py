@@ -20,7 +20,6 @@ from tvmcap.base.errors import TvmcapError, VerifyError
 from tvmcap.base.numerics import Array, Comparison, compare, to_numpy
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.verify.accuracy import hold
-from tvmcap.verify.gradients import verify_gradients
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.reference import (
     in_parts,
@@ -69,6 +68,8 @@ def verify(
     seed = int(getattr(compiled.config, "seed", 0) if seed is None else seed)
     example = subject.example
     if compiled.manifest.training is not None:
+        from tvmcap.verify.gradients import verify_gradients
+
         return verify_gradients(
             compiled, subject.eager, example, subject.keywords, sizes=sizes, seed=seed
         )
@@ -211,21 +212,31 @@ def _home(
 
 def check_set(subject: Subject, chosen: InputSet) -> Check:
     """Compare on one set of inputs; draw it again where a failure may be luck."""
+    return check_redrawn(lambda inputs: _compare_once(subject, inputs), chosen)
+
+
+def check_redrawn(
+    once: Callable[[InputSet], tuple[Comparison, ...]], chosen: InputSet
+) -> Check:
+    """Compare with ``once`` on a set of inputs, and on others like it where a failure may be luck.
+
+    ``once`` raises NoReference where there is nothing to compare with.
+    """
     start = time.monotonic()
     kind, sizes = chosen.kind, chosen.sizes
     draws = 1
     try:
-        outputs = _compare_once(subject, chosen)
+        outputs = once(chosen)
         while draws <= _REDRAWS and _worth_redrawing(outputs):
-            again = _compare_once(subject, replace(chosen, seed=chosen.seed + 7919 * draws))
+            again = once(replace(chosen, seed=chosen.seed + 7919 * draws))
             outputs = tuple(pool(a, b) for a, b in zip(outputs, again, strict=True))
             draws += 1
-    except _NoReference as e:
+    except NoReference as e:
         return Check(kind, sizes, skipped=str(e), seconds=time.monotonic() - start)
     return Check(kind, sizes, outputs, draws=draws, seconds=time.monotonic() - start)
 
 
-class _NoReference(Exception):
+class NoReference(Exception):
     """PyTorch cannot run these inputs, or not in higher precision: nothing to compare with."""
 
 
@@ -242,7 +253,7 @@ def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
     except TvmcapError:
         raise
     except Exception as e:
-        raise _NoReference(f"{what}: {(str(e).splitlines() or [repr(e)])[0]}") from e
+        raise NoReference(f"{what}: {(str(e).splitlines() or [repr(e)])[0]}") from e
     if versions != [t._version for t in home]:
         raise VerifyError(
             "the PyTorch code writes to its arguments; verify a function that does not"
