@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tvmcap import chain, pipeline, versions
+from tvmcap import chain, pipeline, training_score, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config
 from tvmcap.base.manifest import Manifest
@@ -16,6 +16,8 @@ from tvmcap.graph import rename
 from tvmcap.kernel import apply
 from tvmcap.library import export, lower
 from tvmcap.runtime.loader import configure_threads
+from tvmcap.verify.check import example_leaves
+from tvmcap.verify.inputs import example_sizes
 from tvmcap.view import kernels
 
 
@@ -59,6 +61,8 @@ def make(
         needs=apply.needs(trace.coverage),
         training=training,
     )
+    sizes = example_sizes(manifest.signature, example_leaves(captured))
+    manifest = replace(manifest, score=training_score.counted(manifest, sizes).to_json())
     trace.timed("export", lambda: export.write(executable, path, manifest, None))
     return {"module": module, "passes": trace.seconds}
 

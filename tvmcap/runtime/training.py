@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from tvmcap.base.errors import InputError
 from tvmcap.base.manifest import Manifest
-from tvmcap.base.signature import Signature, evaluate, unflatten
+from tvmcap.base.signature import TensorSpec, evaluate, unflatten
 from tvmcap.base.training import DrawSpec, Entry, Training
 from tvmcap.runtime.binding import flatten_call
 from tvmcap.runtime.executor import Executor
@@ -56,14 +56,14 @@ class GraphCall:
         return found
 
     def _dims(self, values: Sequence[Any]) -> dict[str, int]:
-        return dims_of(self.entry.signature, self.tensors(values))
+        return dims_of(self.entry.signature.inputs, self.tensors(values))
 
 
-def dims_of(signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+def dims_of(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
     """Return the sizes of the symbolic dimensions that the shapes of inputs tell."""
     return {
         size: int(got)
-        for spec, tensor in zip(signature.inputs, tensors, strict=True)
+        for spec, tensor in zip(specs, tensors, strict=True)
         for size, got in zip(spec.shape, tensor.shape, strict=True)
         if isinstance(size, str)
     }
@@ -144,7 +144,7 @@ class TrainingExecutor:
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """List the tensors of a call: parameters and buffers, then the arguments'."""
         leaves = flatten_call(self._short, args, kwargs)
-        state = [owner[name] for owner, name in self._own] or leaves[self._count :]
+        state = self.state() or leaves[self._count :]
         return [*state, *leaves[: self._count]]
 
     def run(self, inputs: list[Any]) -> Sequence[Any]:
@@ -169,21 +169,8 @@ class TrainingExecutor:
         if not self.training.draws:
             return []
         known = self.training.forward.signature.inputs
-        shapes = zip(known, inputs, strict=False)
-        dims = {
-            size: int(got)
-            for spec, tensor in shapes
-            for size, got in zip(spec.shape, tensor.shape, strict=True)
-            if isinstance(size, str)
-        }
+        dims = dims_of(known[: len(inputs)], inputs)
         return [draw(spec, dims, self.device) for spec in self.training.draws]
-
-    def step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Run both entries without autograd, on gradients of one; returns outputs and gradients."""
-        inputs = [t.detach() for t in self.inputs(args, kwargs)]
-        outputs, saved = self.split(self.forward(*inputs, *self._draw(inputs)))
-        tangents = [torch.ones_like(outputs[i]) for i in self.training.tangents]
-        return outputs, self.backward(*saved, *tangents)
 
     def split(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
         """Part the forward graph's results into its outputs and what the backward graph takes."""
@@ -191,9 +178,16 @@ class TrainingExecutor:
         sizes = [v for v in saved if not isinstance(v, torch.Tensor)]
         return kept, [*sizes, *(v for v in saved if isinstance(v, torch.Tensor))]
 
-    def traces(self, *args: Any, **kwargs: Any) -> tuple[Trace, Trace]:
-        """Run both entries once and return the kernels each launched and its intermediates."""
-        inputs = [t.detach() for t in self.inputs(args, kwargs)]
+    def state(self) -> list[torch.Tensor]:
+        """Return the parameters and buffers of the bound module; [] without one."""
+        return [owner[name] for owner, name in self._own]
+
+    def traces(self, inputs: Sequence[torch.Tensor]) -> tuple[Trace, Trace]:
+        """Run both entries once and return the kernels each launched and its intermediates.
+
+        ``inputs`` are the tensors of a call: parameters and buffers, then the arguments'.
+        """
+        inputs = [t.detach() for t in inputs]
         values = [*inputs, *self._draw(inputs)]
         first = self.forward.executor.trace(*self.forward.tensors(values))
         outputs, saved = self.split(self.forward(*values))
@@ -202,7 +196,7 @@ class TrainingExecutor:
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run both entries once; the kernels of both, and the larger peak of intermediates."""
-        first, second = self.traces(*args, **kwargs)
+        first, second = self.traces(self.inputs(args, kwargs))
         peak = max(first.intermediate_bytes, second.intermediate_bytes)
         return Trace((*first.kernels, *second.kernels), peak)
 
