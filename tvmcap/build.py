@@ -22,12 +22,11 @@ from tvmcap.capture.export import capture, fingerprint
 from tvmcap.capture.training import capture_training
 from tvmcap.compiled import Compiled
 from tvmcap.kernel import apply, models, registry
-from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
 from tvmcap.quantized import quantizer
-from tvmcap.runtime.opening import open_library
 from tvmcap.runtime.loader import configure_threads
+from tvmcap.runtime.opening import open_library
 from tvmcap.scoreboard import counted
 from tvmcap.verify.check import example_leaves, verify
 from tvmcap.verify.inputs import example_sizes

@@ -11,7 +11,7 @@ from tvmcap import chain, pipeline, training_score, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config
 from tvmcap.base.manifest import Manifest
-from tvmcap.capture.training import TrainingCapture, capture_training
+from tvmcap.capture.training import TrainingCapture
 from tvmcap.graph import rename
 from tvmcap.kernel import apply
 from tvmcap.library import export, lower

@@ -142,7 +142,8 @@ class _Steps:
                 count = len(args) - len(self.keywords)
                 named = dict(zip(self.keywords, args[count:], strict=True))
                 outputs = [
-                    t for t in tree_leaves(fn(*args[:count], **named))
+                    t
+                    for t in tree_leaves(fn(*args[:count], **named))
                     if isinstance(t, torch.Tensor)
                 ]
                 return torch.autograd.grad(

@@ -89,8 +89,8 @@ class Training:
     The forward graph takes parameters and buffers (``state``), the arguments' tensors, and what
     ``draws`` draws. It returns the function's outputs, new values of the buffers ``updates``, and
     what is ``saved``. The backward graph takes what is saved and the gradients of the outputs
-    ``tangents``, and returns those of the inputs; ``grads`` are the ones that get one. ``kernels``: what each kernel reads and writes, by entry
-    (``view.kernels.table``).
+    ``tangents``, and returns those of the inputs; ``grads`` are the ones that get one.
+    ``kernels`` is what each kernel reads and writes, by entry (``view.kernels.table``).
     """
 
     forward: Entry
@@ -135,5 +135,7 @@ class Training:
 
 
 def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v
-            for k, v in data.items()}
+    return {
+        k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v
+        for k, v in data.items()
+    }

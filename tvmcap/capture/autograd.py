@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from tvmcap.base.errors import CaptureError, MutationError, TvmcapError
 from tvmcap.base.signature import Tree
 from tvmcap.capture import arguments, guards, ir, operators, shapes, tracing
 from tvmcap.capture.decompositions import for_training
+from tvmcap.capture.flat import Flat
 from tvmcap.capture.random import Draw, add_input, lift_draws
-from tvmcap.capture.structure import describe, replace_tensors
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def _trace_at(
     wanted: Sequence[bool],
     sizes: Mapping[str, int],
 ) -> Joint:
-    flat = _Flat(call, state)
+    flat = Flat(call, state)
     names = (*state, *(name for name, _ in leaves))
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     try:
@@ -130,7 +129,7 @@ def _trace_at(
 def _joint(
     graph: fx.GraphModule,
     mode: FakeTensorMode,
-    flat: _Flat,
+    flat: Flat,
     names: tuple[str, ...],
     state: Mapping[str, torch.Tensor],
     wanted: Sequence[bool],
@@ -178,48 +177,6 @@ def _joint(
     )
 
 
-class _Flat:
-    """The user's function on a flat list of tensors: state first, then its arguments."""
-
-    def __init__(self, call: arguments.BoundCall, state: Mapping[str, torch.Tensor]) -> None:
-        self.call, self.state = call, list(state)
-        self.module = _Holder(call) if state else None
-        self.buffers = [n for n in state if self.module is not None and n in self.module.buffer_set]
-        self.found = SimpleNamespace(out_tree=None, requires_grad=[])
-
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        count = len(self.state)
-        state = dict(zip(self.state, flat[:count], strict=True))
-        rest = iter(flat[count:])
-        values = [replace_tensors(value, lambda: next(rest)) for value in self.call.values]
-        if self.module is None:
-            result, after = self.call.invoke(values), {}
-        else:
-            own = {f"fn.{n}": t.clone() if n in self.buffers else t for n, t in state.items()}
-            result, after = torch.func.functional_call(self.module, own, (values,))
-        outputs: list[tuple[str, torch.Tensor]] = []
-        self.found.out_tree = describe(result, "output", outputs)
-        if not outputs:
-            raise CaptureError("the function returns no tensor; return what it computes")
-        self.found.requires_grad = [tensor.requires_grad for _, tensor in outputs]
-        ends = [after[name].detach() for name in self.buffers]
-        # results that share memory with each other or with an input would be views in the graph
-        return [*(tensor.clone() for _, tensor in outputs), *ends]
-
-
-class _Holder(torch.nn.Module):  # type: ignore[misc]
-    """Runs a module, and then says what its buffers have become."""
-
-    def __init__(self, call: arguments.BoundCall) -> None:
-        super().__init__()
-        self.fn, self.call_ = call.fn, call
-        self.buffer_set = {name for name, _ in self.fn.named_buffers()}
-
-    def forward(self, values: Sequence[Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-        result = self.call_.invoke(values)
-        return result, {name: self.fn.get_buffer(name) for name in self.buffer_set}
-
-
 def state_of(fn: Any) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a module by name, tied ones once; {} of a function."""
     if not isinstance(fn, torch.nn.Module):
@@ -242,7 +199,8 @@ def _fakes(
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     """Stand-ins without memory, with a symbol for each dynamic dimension."""
-    out, sizes = [], {}
+    out: list[torch.Tensor] = []
+    sizes: dict[str, Any] = {}
     for i, (tensor, needs) in enumerate(zip(examples, wanted, strict=True)):
         names = [free.where.get((i - state, axis)) for axis in range(tensor.ndim)]
         dynamic = [DimDynamic.DYNAMIC if name else DimDynamic.STATIC for name in names]
@@ -258,9 +216,12 @@ def _fakes(
     return tuple(out)
 
 
-def _translate(
-    error: Exception, names: Sequence[str], sizes: Mapping[str, int]
-) -> CaptureError:
+def _translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int]) -> CaptureError:
+    if "requires gradients, and received a mutation" in str(error):
+        return MutationError(
+            "a leaf Variable that requires grad is changed in place, which PyTorch forbids too. "
+            "Compute a new tensor instead (x = x * 2, not x.mul_(2))"
+        )
     if "input mutations" in str(error):
         return MutationError(
             "an argument is changed in place; a library changes nothing but the buffers of a "
@@ -272,6 +233,7 @@ def _translate(
 def _lift_constants(graph: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Turn tensors that the code refers to into inputs of the graph."""
     found: dict[str, torch.Tensor] = {}
+    known: dict[int, fx.Node] = {}
     for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
         value = getattr(graph, str(node.target))
         if value.requires_grad:
@@ -279,10 +241,12 @@ def _lift_constants(graph: fx.GraphModule) -> dict[str, torch.Tensor]:
                 "the code uses a tensor that requires grad and is no argument; its gradient would "
                 "be lost. Pass it as an argument, or build the nn.Module that holds it"
             )
-        new = add_input(graph, node.meta.get("val", value))
+        new = known.get(value.data_ptr())
+        if new is None:
+            new = known[value.data_ptr()] = add_input(graph, node.meta.get("val", value))
+            found[new.name] = value.detach()
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)
-        found[new.name] = value.detach()
     return found
 
 
@@ -300,4 +264,3 @@ def _symbols_of(graph: fx.GraphModule) -> set[str]:
     sizes = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
     exprs = [s.node.expr for s in sizes if isinstance(s, torch.SymInt)]
     return {str(symbol) for expr in exprs for symbol in expr.free_symbols}
-

@@ -29,7 +29,7 @@ def convolution_backward(
     convolution of x by ``grad`` with the batch as channels, each group's on its own.
     """
     if transposed:
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     rank = x.dim() - 2
     axes = list(range(2, x.dim()))
     stride, padding, dilation = (_full(v, rank) for v in (stride, padding, dilation))
@@ -46,11 +46,19 @@ def convolution_backward(
     if output_mask[1]:
         n, c, o = x.shape[0], x.shape[1] // groups, grad.shape[1] // groups
         images = x.reshape(n, groups, c, *x.shape[2:]).transpose(0, 2)
-        kernels = grad.reshape(n, groups, o, *grad.shape[2:]).permute(1, 2, 0, *(a + 1 for a in axes))
+        kernels = grad.reshape(n, groups, o, *grad.shape[2:]).permute(
+            1, 2, 0, *(a + 1 for a in axes)
+        )
         wide = _aten.convolution(
             images.reshape(c, groups * n, *x.shape[2:]),
             kernels.reshape(groups * o, n, *grad.shape[2:]),
-            None, dilation, padding, stride, False, [0] * rank, groups,
+            None,
+            dilation,
+            padding,
+            stride,
+            False,
+            [0] * rank,
+            groups,
         )
         for axis in axes:
             wide = wide.narrow(axis, 0, weight.shape[axis])
@@ -97,9 +105,7 @@ def max_pool2d_with_indices(
     height, width = x.shape[-2:]
     rows, columns = (
         _pooled(size, k, s, p, d, ceil_mode)
-        for size, k, s, p, d in zip(
-            (height, width), kernel, stride, padding, dilation, strict=True
-        )
+        for size, k, s, p, d in zip((height, width), kernel, stride, padding, dilation, strict=True)
     )
     more = [
         (n - 1) * s + (k - 1) * d + 1 - size - p

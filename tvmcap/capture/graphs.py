@@ -32,6 +32,26 @@ class Imported:
     entry: Entry
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a graph's inputs and outputs become an entry's.
+
+    Attributes
+    ----------
+    labels, values: names and descriptions of the entry's inputs; those past ``nodes`` only tell a
+        size.
+    nodes: the graph's inputs that are tensors of the entry.
+    results: the distinct tensors that the entry computes.
+    """
+
+    entry: Entry
+    labels: tuple[str, ...]
+    values: tuple[torch.Tensor, ...]
+    nodes: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    symbols: Symbols
+
+
 def read(
     graph: fx.GraphModule,
     names: Sequence[str],
@@ -50,12 +70,29 @@ def read(
 
     Raises CaptureError (UnsupportedOperatorError) for what cannot be imported.
     """
-    constants = constants or {}
     simplify.sums(graph.graph)
     operators.check_supported(graph.graph, ir.known_operators())
-    nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in constants]
-    tensors = [(name, n) for name, n in zip(names, nodes, strict=True) if _is_tensor(n)]
-    plain = [(name, n) for name, n in tensors]
+    laid = lay_out(graph, names, dims, symbols, constants)
+    inputs = list(zip(laid.labels, laid.nodes, strict=False))
+    count = len(laid.nodes)
+    unread = dict(zip(laid.labels[count:], laid.values[count:], strict=True))
+    mod = ir.import_fx(
+        graph.graph, inputs, unread, constants or {}, laid.symbols, list(laid.results)
+    )
+    return Imported(mod, laid.entry)
+
+
+def lay_out(
+    graph: fx.GraphModule,
+    names: Sequence[str],
+    dims: Mapping[str, Dim],
+    symbols: Mapping[str, str],
+    constants: Mapping[str, torch.Tensor] | None = None,
+) -> Layout:
+    """Find the calling convention of a graph without importing it; parameters as of ``read``."""
+    nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    nodes = [n for n in nodes if n.name not in (constants or {})]
+    plain = [(name, n) for name, n in zip(names, nodes, strict=True) if _is_tensor(n)]
     values = [n.meta["val"] for _, n in plain]
     sized = _untold(nodes, values)
     values += [torch.empty((size,), dtype=torch.uint8, device="meta") for size in sized]
@@ -66,9 +103,6 @@ def read(
     results, ports = _outputs(output, nodes, known)
     if not results:
         raise CaptureError("the graph computes no tensor")
-    inputs = list(zip(labels, [n for _, n in plain], strict=False))
-    extra = dict(zip(labels[len(plain) :], values[len(plain) :], strict=True))
-    mod = ir.import_fx(graph.graph, inputs, extra, constants, known, results)
     signature = Signature(
         inputs=tuple(_spec(n, v, known) for n, v in zip(labels, values, strict=True)),
         outputs=tuple(_spec(f"out{i}", n.meta["val"], known) for i, n in enumerate(results)),
@@ -83,7 +117,9 @@ def read(
         for n in nodes
     ]
     taken += [Port("sized", len(plain) + i, known.text(s)) for i, s in enumerate(sized)]
-    return Imported(mod, Entry(signature, tuple(taken), ports))
+    entry = Entry(signature, tuple(taken), ports)
+    own = tuple(n for _, n in plain)
+    return Layout(entry, tuple(labels), tuple(values), own, tuple(results), known)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -93,7 +129,9 @@ def _is_tensor(node: fx.Node) -> bool:
 def _untold(nodes: Sequence[fx.Node], values: Sequence[torch.Tensor]) -> list[Any]:
     """Sizes among the inputs that no tensor has as a dimension of its own."""
     told = {
-        s.node.expr for v in values for s in v.shape
+        s.node.expr
+        for v in values
+        for s in v.shape
         if isinstance(s, torch.SymInt) and s.node.expr.is_symbol
     }
     found: dict[Any, Any] = {}
@@ -125,7 +163,9 @@ def _outputs(
     results: dict[fx.Node, int] = {}
     ports = []
     for node in output.args[0]:
-        value = None if node is None else node.meta.get("val") if isinstance(node, fx.Node) else node
+        value = (
+            None if node is None else node.meta.get("val") if isinstance(node, fx.Node) else node
+        )
         if node is None:
             ports.append(Port("none"))
         elif not isinstance(value, torch.Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 
 from tvmcap.base.errors import CaptureError
@@ -39,11 +38,11 @@ def _check(condition: Any, names: dict[Any, str], free: Free) -> None:
         most = dim.max if dim.max is not None else 1 << 30
         others = {other: max(free.dims[names[other]].min, 2) for other in known if other != symbol}
         for size in [*range(least, min(least + _TRIED, most + 1)), most]:
-            holds = condition.xreplace(
-                {s: sympy.Integer(n) for s, n in {**others, symbol: size}.items()}
-            )
-            if holds in (False, sympy.false):
-                shown = condition.xreplace({s: sympy.Symbol(n) for s, n in names.items()})
+            holds = condition.subs({**others, symbol: size})
+            if holds == False:  # noqa: E712  (sympy's)
+                shown = str(condition)
+                for known_symbol, name in names.items():
+                    shown = shown.replace(str(known_symbol), name)
                 raise CaptureError(
                     f"the code does not hold for every size of the dynamic dimensions: {shown} is "
                     f"needed, and {dim.name} = {size} breaks it. Give {dim.name!r} bounds that "

@@ -15,6 +15,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import source
 from tvmcap.capture.converters import CONVERTERS
+from tvmcap.capture.fractions import scalar
 from tvmcap.capture.operators import WRONG, operator_name
 from tvmcap.capture.structure import dtype_name
 from tvmcap.capture.symbols import Symbols
@@ -97,6 +98,8 @@ def _translate(
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt | int):
                 importer.env[node] = symbols.expr(value)
+            elif isinstance(value, torch.SymFloat):
+                importer.env[node] = scalar(importer, value.node.expr)
             elif isinstance(value, torch.Tensor | tuple | list):
                 importer.env[node] = _convert(importer, node, symbols)
 

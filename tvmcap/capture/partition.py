@@ -136,7 +136,7 @@ VIEWS = (
 
 def _unviewed(node: fx.Node) -> fx.Node:
     while node.target in VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
@@ -183,8 +183,10 @@ def _save_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int)
 def _is_cheap(node: fx.Node, saved: tuple[fx.Node, ...]) -> bool:
     """Whether a view can be made again of inputs, and of what is saved or computed anyway."""
     if node.op == "placeholder" or node.target not in (*VIEWS, *_SIZES):
-        return node.op == "placeholder" or (node in saved) or isinstance(
-            node.meta.get("val"), torch.Tensor
+        return (
+            node.op == "placeholder"
+            or (node in saved)
+            or isinstance(node.meta.get("val"), torch.Tensor)
         )
     return all(_is_cheap(n, saved) for n in node.all_input_nodes)
 
@@ -252,4 +254,4 @@ def _bytes(node: fx.Node) -> int:
     count = 1
     for size in value.shape:
         count *= int(size if isinstance(size, int) else size.node.hint or 1)
-    return count * value.dtype.itemsize
+    return count * int(value.dtype.itemsize)

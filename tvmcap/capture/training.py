@@ -51,7 +51,7 @@ def capture_training(
     which has lost what gradients need.
     """
     args, kwargs = arguments.checked(args, kwargs)
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, torch.export.ExportedProgram):
         raise CaptureError(
             f"backward=True needs the function or the nn.Module itself, got a {type(fn).__name__}"
         )

@@ -97,11 +97,12 @@ class _Merger:
         What it reads may be needed elsewhere as well: one pass writes it and adds it up.
         """
         anchors = [i for i in self.members[part] if self.kinds[i].is_anchor]
-        if len(anchors) != 1 or self.kinds[anchors[0]].matrix is None:
+        matrix = self.kinds[anchors[0]].matrix if len(anchors) == 1 else None
+        if matrix is None:
             return
-        matrix = self.kinds[anchors[0]].matrix
 
         def fits(part: int, joined: set[int]) -> bool:
+            assert matrix is not None
             shape = matrix if self.users(part) & joined else matrix[1:]
             return all(
                 self.kinds[i].is_elementwise

@@ -53,8 +53,9 @@ def schedule(func: tirx.PrimFunc, target: Any) -> Schedule | None:
         return None
     total = parts.total
     outputs = {sch.get(b).name_hint for b in sch.get_output_blocks(sch.get_sblock("root"))}
-    stored, last = ([b for b in side if sch.get(b).name_hint in outputs] for side in (
-        parts.before, parts.after))
+    stored, last = (
+        [b for b in side if sch.get(b).name_hint in outputs] for side in (parts.before, parts.after)
+    )
     for block in (*parts.before, *parts.after):
         if block not in stored and block not in last:
             sch.compute_inline(block)
@@ -125,9 +126,7 @@ def _keep_in_registers(
     shared = sch.cache_write(sums, 0, "local")
     sch.reverse_compute_at(shared, beside, preserve_unit_loops=True)
     # a block's own columns first: then the rest is what shared memory has to hold
-    sch.transform_layout(
-        shared, ("write", 0), lambda r, c: (c // COLUMNS, r, c % COLUMNS)
-    )
+    sch.transform_layout(shared, ("write", 0), lambda r, c: (c // COLUMNS, r, c % COLUMNS))
     sch.vectorize(sch.get_loops(shared)[-1])
     for block, copy in reversed(list(zip(stored, copies, strict=True))):
         sch.compute_at(block, step, preserve_unit_loops=True)

@@ -109,7 +109,9 @@ class TrainingExecutor:
         for name in self.training.state:
             owner, _, last = name.rpartition(".")
             part = module.get_submodule(owner)
-            self._own.append((part._parameters if last in part._parameters else part._buffers, last))
+            self._own.append(
+                (part._parameters if last in part._parameters else part._buffers, last)
+            )
         if self._own:
             items = self.signature.in_tree["items"][:-1]
             self._short = replace(
@@ -231,7 +233,7 @@ class _Run(torch.autograd.Function):  # type: ignore[misc]
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Run the backward graph on what was saved and the gradients of the outputs."""
         program: TrainingExecutor = ctx.program

@@ -215,9 +215,7 @@ def check_set(subject: Subject, chosen: InputSet) -> Check:
     return check_redrawn(lambda inputs: _compare_once(subject, inputs), chosen)
 
 
-def check_redrawn(
-    once: Callable[[InputSet], tuple[Comparison, ...]], chosen: InputSet
-) -> Check:
+def check_redrawn(once: Callable[[InputSet], tuple[Comparison, ...]], chosen: InputSet) -> Check:
     """Compare with ``once`` on a set of inputs, and on others like it where a failure may be luck.
 
     ``once`` raises NoReference where there is nothing to compare with.
