@@ -56,7 +56,9 @@ def test_outputs_and_gradients_are_within_twice_eagers_error(case: str, trained:
 def test_dropout_is_what_eager_draws_under_the_same_seed(trained: Any, batch: int) -> None:
     lib, module = trained
     x = torch.randn(batch, 16)
-    for ours, eager in zip(gradients(module, lib, x, 5), gradients(module, module, x, 5), strict=True):
+    for ours, eager in zip(
+        gradients(module, lib, x, 5), gradients(module, module, x, 5), strict=True
+    ):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
     other = gradients(module, lib, x, 6)[0]
     assert not torch.allclose(other, gradients(module, lib, x, 5)[0])

@@ -18,9 +18,7 @@ from tvmcap.kernel import column_sums, spaces
 CUDA = {"kind": "cuda", "arch": "sm_90a"}
 
 
-def served(
-    fn: Any, *args: torch.Tensor, budget: float = 1.0
-) -> dict[str, list[tuple[str, str]]]:
+def served(fn: Any, *args: torch.Tensor, budget: float = 1.0) -> dict[str, list[tuple[str, str]]]:
     """Name and server of each kernel that each entry calls, with a dynamic batch."""
     options: dict[str, Any] = {"dynamic": {0: {0: "B"}}, "tune": "none", "memory_budget": budget}
     config = Config(target=CUDA, backward=True, **options)

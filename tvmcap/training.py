@@ -33,6 +33,8 @@ def make(
 ) -> dict[str, Any]:
     """Run the chain for both entries, and write them to one library."""
     configure_threads()
+    if isinstance(config.tune, int):  # each entry gets half
+        config = replace(config, tune=max(1, config.tune // 2))
     sides = {"forward": captured.forward, "backward": captured.backward}
     planned = {
         name: chain.planned(side.mod, config, target, stores, trace, prefix=f"{name}_")

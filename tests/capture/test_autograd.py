@@ -78,7 +78,12 @@ def test_random_numbers_are_inputs_in_eagers_order() -> None:
         return F.dropout(y.t(), 0.25).t() + torch.randn(3, 5)
 
     found = joint(fn, torch.ones(3, 5))
-    assert [d.operator for d in found.draws] == ["dropout", "rand_like.default", "dropout", "randn.default"]
+    assert [d.operator for d in found.draws] == [
+        "dropout",
+        "rand_like.default",
+        "dropout",
+        "randn.default",
+    ]
     assert [d.order for d in found.draws] == [(0, 1), (0, 1), (1, 0), (0, 1)]
     assert found.draws[2].numbers == (0.25,)
     tags = [getattr(n.target, "tags", ()) for n in found.graph.graph.nodes]
@@ -143,7 +148,9 @@ def test_less_budget_never_needs_more_memory() -> None:
 @pytest.mark.parametrize("budget", [0.0, 0.55, 1.0])
 def test_both_parts_compute_what_the_joint_graph_does(budget: float) -> None:
     traced, pair = cut(deep(2), torch.randn(8, 16, requires_grad=True), budget=budget)
-    values = [torch.randn(n.meta["val"].shape) for n in traced.graph.graph.nodes if n.op == "placeholder"]
+    values = [
+        torch.randn(n.meta["val"].shape) for n in traced.graph.graph.nodes if n.op == "placeholder"
+    ]
     whole = run(traced.graph, *values)
     first = pair.forward(*values[:-1])
     second = pair.backward(*first[1:], values[-1])

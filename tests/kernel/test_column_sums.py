@@ -49,7 +49,11 @@ def test_it_is_one_kernel_with_whole_vectors_and_little_shared_memory(work: bool
     source = built.imports[0].inspect_source()
     source = source[source.rindex("__global__") :]
     assert source.count("*(uint4*)") >= (3 if work else 1)
-    sizes = [int(line.split("[")[1].split("]")[0]) for line in source.splitlines() if "__shared__" in line]
+    sizes = [
+        int(line.split("[")[1].split("]")[0])
+        for line in source.splitlines()
+        if "__shared__" in line
+    ]
     assert 4 * sum(sizes) <= 48 * 1024
 
 
@@ -84,7 +88,9 @@ def _serial(func: Any) -> Any:
 
     body = tvm_ffi.structural_map(func.body, (tirx.For, loop))
     text = func.with_body(body).with_attr("global_symbol", "main").script()
-    text = text.replace('scope="shared"', 'scope="global"').replace('scope="local"', 'scope="global"')
+    text = text.replace('scope="shared"', 'scope="global"').replace(
+        'scope="local"', 'scope="global"'
+    )
     return tvm.script.from_source(text)
 
 

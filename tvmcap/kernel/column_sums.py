@@ -130,16 +130,25 @@ def _keep_in_registers(
     sch.vectorize(sch.get_loops(shared)[-1])
     for block, copy in reversed(list(zip(stored, copies, strict=True))):
         sch.compute_at(block, step, preserve_unit_loops=True)
-        sch.vectorize(sch.get_loops(block)[-1])
+        sch.unroll(sch.get_loops(block)[-1])
         sch.vectorize(sch.get_loops(copy)[-1])
-    for i, region in enumerate(sch.get(sums).reads):
-        source = region.source
-        if not source.scope() == "global" or len(source.shape) != 2:
-            continue
-        read = sch.cache_read(sums, i, "local")
-        sch.compute_at(read, step, preserve_unit_loops=True)
-        sch.vectorize(sch.get_loops(read)[-1])
+        _read_vectors(sch, block, step)
+    _read_vectors(sch, sums, step)
     sch.decompose_reduction(sums, step)
+
+
+def _read_vectors(sch: Schedule, block: Any, step: Any) -> None:
+    """Read what a block reads of matrices into registers first, whole vectors at once.
+
+    The arithmetic stays scalar: TVM's CUDA code for constants in vectors of eight is wrong.
+    """
+    for i, region in enumerate(sch.get(block).reads):
+        source = region.source
+        if source.scope() == "global" and len(source.shape) == 2:
+            if isinstance(source.shape[1], tirx.IntImm) and int(source.shape[1]) % VECTOR == 0:
+                read = sch.cache_read(block, i, "local")
+                sch.compute_at(read, step, preserve_unit_loops=True)
+                sch.vectorize(sch.get_loops(read)[-1])
 
 
 def _meet(sch: Schedule, total: Any, last: Sequence[Any]) -> None:
