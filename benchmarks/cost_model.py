@@ -1,15 +1,14 @@
 """How well the cost model ranks candidates of shapes it never saw, against simpler orders.
 
 Rows: ours, the analytic estimate alone (prior), squared error on the same features (regression),
-random; for loop nests MetaSchedule's own model, too (stock), where the modules that were tuned are
-given. ``zero_trial`` is the best time over that of the pick that ``tvmcap.build`` would make, the
-geometric mean over shapes;
-``search_N`` the best time over the best of N trials of the search that ``tvmcap.tune`` runs,
-replayed on records: with the model (ours), without one (prior), of candidates drawn (random).
-The section ``transfer`` has what records of one dtype tell of another.
+random; for loop nests, which have no estimate, MetaSchedule's own model (stock). ``zero_trial`` is
+the best time over that of the pick that ``tvmcap.build`` would make, the geometric mean over
+shapes; ``search_N`` the best time over the best of N trials of the search that ``tvmcap.tune``
+runs, replayed on records: with the model (ours), without one (prior), of candidates drawn (random).
+The section ``transfer`` has what records of one dtype tell of another, or those of one processor.
 
     python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--template NAME] [--write FOLDER]
-    python benchmarks/cost_model.py --json OUT --target llvm --modules FOLDER
+    python benchmarks/cost_model.py --json OUT --target llvm [--logs FOLDER] [--write FOLDER]
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from typing import Any
 
 import numpy as np
 from common import ROOT, meta
+from cost_model_load import load
 from cost_model_metrics import CLOSE, EXHAUSTIVE, NAMES, ceiling, dropped, evaluated, measured
 from cost_model_replay import TRIALS, drawn, replay, replayed, search_metrics
 from cost_model_split import EPILOGUES, epilogue_of, pair_of, split
 from cost_model_stock import Stock
 from cost_model_transfer import transfer
 
+from tvmcap.kernel import models
 from tvmcap.kernel.cost_model import PRIOR, RankModel
 from tvmcap.kernel.dataset import Group, data_hash, group_name
-from tvmcap.kernel.records import Record, RecordStore
+from tvmcap.kernel.records import Record
 
 FURTHER = ("zero_trial", *(f"search_{n}" for n in TRIALS))
 LEAST = 8
@@ -155,11 +156,6 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Evaluate, print, and write."""
-    from tvmcap.base.codegen import make_target
-    from tvmcap.kernel import models
-    from tvmcap.kernel.loop_features import LOOP_NESTS
-    from tvmcap.schedules import TEMPLATES
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,35 +163,25 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, action="append", help="folders of records")
     parser.add_argument("--target", default="cuda", help="cuda or llvm")
     parser.add_argument("--template", help="default: hopper_gemm, and loop_nest for llvm")
-    parser.add_argument("--modules", type=Path, help="the fused modules of loop nests' records")
     parser.add_argument("--epilogues", type=Path, default=EPILOGUES, help="names, by digest")
     parser.add_argument("--any-source", action="store_true", help="earlier sources' records, too")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="folder for a model learnt from all of it")
     options = parser.parse_args()
-    target = make_target({"kind": "cuda", "arch": "sm_90a"} if options.target == "cuda" else "llvm")
-    kinds: dict[str, Any] = {t.name: t for t in (*TEMPLATES, LOOP_NESTS)}
-    chosen = options.template or ("hopper_gemm" if options.target == "cuda" else LOOP_NESTS.name)
-    if chosen not in kinds:
-        raise SystemExit(f"--template {chosen}: expected one of {', '.join(kinds)}")
-    template = kinds[chosen]
     folders = options.logs or [ROOT / "tuning_logs" / options.target]
-    records = [
-        r for f in folders for r in RecordStore(f).records if (r.template or "loop_nest") == chosen
-    ]
-    groups = models.groups(records, template, target, options.any_source)
-    stock = Stock(options.modules, target) if options.modules else None
-    if stock is not None:
-        groups = [g for g in groups if stock.knows(g)]
+    data = load(options.target, folders, options.template, options.any_source)
     names = json.loads(options.epilogues.read_text())
+    groups, template = data.groups, data.template
     if not groups:
-        raise SystemExit(f"no record of today's {template.name} among {len(records)}")
-    about = describe(groups, records, names)
+        raise SystemExit(f"no record of today's {template.name} among {len(data.records)}")
+    about = {**describe(groups, data.records, names), "machine": data.machine}
     seeds = range(options.seeds)
-    rows = over_seeds([evaluate(groups, template, target, names, s, stock) for s in seeds])
+    rows = over_seeds(
+        [evaluate(groups, template, data.target, names, s, data.stock) for s in seeds]
+    )
     print(json.dumps(about, indent=1))
     print(table(rows))
-    moved = [transfer(groups, template.feature_names, s) for s in seeds]
+    moved = [transfer(data.source, data.own, template.feature_names, s) for s in seeds]
     across = over_seeds([run for run in moved if run is not None])
     if across:
         print(table(across))
@@ -203,8 +189,8 @@ def main() -> None:
         sections = {"data": about, "transfer": across, "metas": meta(("kernel", "schedules"))}
         write(options.json, options.target, rows, sections)
     if options.write:
-        model = models.train(records, template, target, 0, any_source=options.any_source)
-        print(models.save(model, options.write, template.name, target))
+        model = models.train(data.records, template, data.target, any_source=options.any_source)
+        print(models.save(model, options.write, template.name, data.target))
 
 
 if __name__ == "__main__":

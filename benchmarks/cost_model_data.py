@@ -63,6 +63,10 @@ PROBLEMS = (
     Problem(1536, 6144, "float16", "gelu", _ROWS),
     Problem(4096, 11008, "bfloat16", "relu", _ROWS),
     Problem(2560, 2560, "float16", "relu", _ROWS),
+    # measured after the estimate had been fitted to the ones above
+    Problem(3584, 18944, "bfloat16", "relu", _ROWS),
+    Problem(6144, 2048, "float16", "residual", _ROWS),
+    Problem(5120, 13824, "bfloat16", "gelu", _ROWS),
 )
 
 
@@ -153,15 +157,17 @@ def measure(folder: Path, names: Iterable[str], options: argparse.Namespace) -> 
 
     from tvmcap.base.config import Config
     from tvmcap.kernel import spaces, tasks
-    from tvmcap.kernel.measure import Measurer
     from tvmcap.kernel.stores import open_stores
     from tvmcap.kernel.tuner import Run
 
     start, target = time.monotonic(), gemm.target()
-    config = Config(target="cuda", log_dir=str(options.logs), tune=1 << 30, seed=options.seed)
+    config = Config(
+        target="cuda", log_dir=str(options.logs), tune=1 << 30, seed=options.seed,
+        workers=options.workers,
+    )  # fmt: skip
     run = Run(config, target, open_stores(config, target), None)
     known = {str(p): p for p in PROBLEMS}
-    with Measurer(target, workers=options.workers) as measurer, ThreadPoolExecutor(1) as ahead:
+    with run.measurer() as measurer, ThreadPoolExecutor(1) as ahead:
 
         def build(name: str) -> list[tuple[Any, list[Any]]]:
             mod = tvm.ir.load_json((folder / f"{name}.json").read_text())
@@ -169,7 +175,7 @@ def measure(folder: Path, names: Iterable[str], options: argparse.Namespace) -> 
                 replace(task, name=f"{name}:{task.name}", typical=known[name].rows)
                 for task in tasks.extract(mod, target, spaces.find)
             ]
-            todo = batches(run.open(measurer, found, None), options)
+            todo = batches(run.open(found, None, measurer), options)
             candidates = [p.candidate for _, proposals in todo for p in proposals]
             measurer.build(candidates, [entry.session.workload for entry, _ in todo])
             return todo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +26,11 @@ _ORDERS = {
     "random": "random",
 }
 _TAUGHT = {
-    "none": "bf16 alone",
-    "few": "bf16, and a few of fp16",
-    "all": "bf16, and all of fp16",
-    "few_alone": "a few of fp16 alone",
-    "all_alone": "all of fp16 alone",
+    "none": "{source} alone",
+    "few": "{source}, and a few of {own}",
+    "all": "{source}, and all of {own}",
+    "few_alone": "a few of {own} alone",
+    "all_alone": "all of {own} alone",
 }
 
 
@@ -37,15 +38,25 @@ def part(target: str, section: str | None = None) -> Callable[[Row], tuple[Row, 
     """Return what takes the meta data and the rows of a target from the file."""
 
     def read(result: Row) -> tuple[Row, list[Row]]:
-        rows = result[target] if section is None else result[section][target]
-        return result["metas"][target], [{"row": name, **row} for name, row in rows.items()]
+        rows = (result if section is None else result.get(section, {})).get(target, {})
+        return _meta(result, target), [{"row": name, **row} for name, row in rows.items()]
 
     return read
 
 
 def data(target: str) -> Callable[[Row], tuple[Row, list[Row]]]:
     """Return what takes the meta data of a target from the file, and what its records are."""
-    return lambda result: (result["metas"][target], [result["data"][target]])
+
+    def read(result: Row) -> tuple[Row, list[Row]]:
+        found = result.get("data", {}).get(target)
+        return _meta(result, target), [found] if found else []
+
+    return read
+
+
+def _meta(result: Row, target: str) -> Row:
+    found: Row = result.get("metas", {}).get(target, {})
+    return found
 
 
 def orders(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -53,9 +64,39 @@ def orders(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     return _table("order", _ORDERS, rows, [])
 
 
-def transfer(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """One line for what was learnt from, with the number of records of the other dtype."""
-    return _table("learnt from", _TAUGHT, rows, ["records"])
+def transfer(source: str, own: str) -> Callable[[list[Row]], tuple[list[str], list[list[str]]]]:
+    """One line for what was learnt from, with the number of own records."""
+    names = {name: text.format(source=source, own=own) for name, text in _TAUGHT.items()}
+    return lambda rows: _table("learnt from", names, rows, ["records"])
+
+
+def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """One line a task: the trials of each search to the latency that stock has in the end."""
+    head = ["task", "its latency, us", "MetaSchedule's trials", "without warm-up", "ours", "fewer"]
+    body = []
+    for row in rows:
+        found = [_reached(row, method) for method in ("stock", "eager", "ours")]
+        each = ratios(row)
+        mean = math.exp(sum(map(math.log, each)) / len(each))
+        fewer = f"{mean:.1f}x ({min(each):.1f}x to {max(each):.1f}x)"
+        goals = f"{min(row['goal_us']):.0f} to {max(row['goal_us']):.0f}"
+        body.append([row["task"], goals, *found, fewer])
+    return head, body
+
+
+def ratios(row: Row, method: str = "ours") -> list[float]:
+    """Return, by seed, how many times as many trials stock took as a method.
+
+    Where the method did not reach stock's latency, it counts as if its next trial had.
+    """
+    columns = (row["reached"]["stock"], row["reached"][method], row["asked"][method])
+    return [stock / (own or asked + 1) for stock, own, asked in zip(*columns, strict=True) if asked]
+
+
+def _reached(row: Row, method: str) -> str:
+    pairs = zip(row["reached"][method], row["asked"][method], strict=True)
+    found = [str(own or f">{asked}") for own, asked in pairs if asked]
+    return ", ".join(found) or "-"
 
 
 def records(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -64,10 +105,13 @@ def records(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     again = "not measured twice"
     if found["ceiling"] is not None:
         again = f"{found['ceiling']:.3f} of {found['ceiling_pairs']} pairs"
-    head = ["candidates", "failed", "shapes", "with 100 or more", "(K, N)", "epilogues"]
+    machine = {"measured on": found["machine"]} if "machine" in found else {}
+    head = [*machine, "candidates", "failed", "shapes", "with 100 or more", "(K, N)", "epilogues"]
     head += [f"pairs closer than {found['dropped_below']:.0%}", "pairs a second time in order"]
     names = ("candidates", "failed", "shapes", "shapes_of_100", "pairs_of_k_and_n", "epilogues")
-    return head, [[*(str(found[n]) for n in names), f"{found['dropped_pairs']:.1%}", again]]
+    return head, [
+        [*machine.values(), *(str(found[n]) for n in names), f"{found['dropped_pairs']:.1%}", again]
+    ]
 
 
 def _table(

@@ -1,4 +1,7 @@
-"""What records of one dtype tell of another, with none, a few or all of that other's records."""
+"""What records of one dtype, or processor, tell of another, with none, a few or all of its own.
+
+Source are bfloat16's records and those for x86-64-v3; own are float16's and this processor's.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,24 @@ from tvmcap.kernel.dataset import Group
 SOURCE, OWN = "bfloat16", "float16"
 """Dtypes of the operands: what is learnt from, and what is transferred to."""
 SHARE = 0.085
-"""Of the records of ``OWN``, the few; the issue of few is 7 to 10%."""
+"""Of the own records, the few: 7 to 10%."""
 
 
-def transfer(groups: Sequence[Group], features: Sequence[str], seed: int) -> dict[str, Any] | None:
-    """Return the metrics on half the (K, N) pairs of ``OWN``; None without records of both.
-
-    Rows: ``none`` (``SOURCE`` alone), ``few`` and ``all`` (refined on a few, or all, of the other
-    pairs' records), ``few_alone`` and ``all_alone`` (without ``SOURCE``).
-    """
+def by_dtype(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+    """Return the groups of ``SOURCE`` and of ``OWN``."""
     source, own = ([g for g in groups if _dtype(g) == d] for d in (SOURCE, OWN))
+    return source, own
+
+
+def transfer(
+    source: Sequence[Group], own: Sequence[Group], features: Sequence[str], seed: int
+) -> dict[str, Any] | None:
+    """Return the metrics on half the (K, N) pairs, or tasks, of ``own``; None without both.
+
+    Rows: ``none`` (``source`` alone), ``few`` and ``all`` (refined on a few, or all, of the other
+    pairs' records), ``few_alone`` and ``all_alone`` (without ``source``). What is tested on is not
+    in the source either.
+    """
     pairs = sorted({pair_of(g) for g in own})
     if not source or len(pairs) < 2:
         return None
@@ -34,6 +45,8 @@ def transfer(groups: Sequence[Group], features: Sequence[str], seed: int) -> dic
     held = {pairs[i] for i in rng.permutation(len(pairs))[: len(pairs) // 2]}
     test = [shuffled(g, rng) for g in own if pair_of(g) in held]
     rest = [g for g in own if pair_of(g) not in held]
+    tested = {g.name for g in test}
+    source = [g for g in source if g.name not in tested]
     count = round(SHARE * sum(len(g.rows) for g in own))
     few = draw(rest, count, rng)
     names = tuple(features)

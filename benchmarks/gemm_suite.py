@@ -7,7 +7,7 @@
 decide its kernels are those of ``--logs``, the user's folder and the shipped ones. ``run`` checks
 and times, and writes after each row; rows that OUT has already, of the same source and with every
 baseline that is asked for, are kept, so that a run can be split. ``--fresh`` also compares sizes
-that were never tuned with a tuning at that size.
+that were never tuned with a tuning at that size; it may name some of the problems, as 1024x4096.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
 
 #: Sizes that no record is for, and the problems they are tried at.
-NEVER_TUNED = tuple(
-    gemm.Shape(m, k, n)
+NEVER_TUNED = {
+    f"{k}x{n}": tuple(gemm.Shape(m, k, n) for m in (77, 500, 3000))
     for k, n in ((1024, 4096), (4096, 4096), (4096, 14336))
-    for m in (77, 500, 3000)
-)
+}
 Row = dict[str, Any]
 
 
@@ -158,12 +157,24 @@ def run(options: argparse.Namespace) -> None:
         suite.add({"kind": "gemm", **gemm_rows.names(shape)}, row)
     for name in gemm_rows.ROW_CASES if options.shapes is None else ():
         suite.add({"kind": "row", "case": name}, partial(gemm_rows.row_case, name, options))
-    for shape in NEVER_TUNED if options.fresh else ():
-        path = library(options.folder, shape.k, shape.n)
-        row = partial(gemm_rows.never_tuned_row, shape, path, options)
-        suite.add({"kind": "never tuned", **gemm_rows.names(shape)}, row)
+    for shapes in fresh(options.fresh):
+        rows = tuple(shape.m for shape in shapes)
+        for shape in shapes:
+            path = library(options.folder, shape.k, shape.n)
+            row = partial(gemm_rows.never_tuned_row, shape, rows, path, options)
+            suite.add({"kind": "never tuned", **gemm_rows.names(shape)}, row)
     suite.write()
     print(json.dumps(suite.summary(suite.rows), indent=1), flush=True)
+
+
+def fresh(text: str | None) -> list[tuple[gemm.Shape, ...]]:
+    """Return the sizes of the problems that ``--fresh`` names, which are all without a name."""
+    if text is None:
+        return []
+    names = text.split(",") if text else list(NEVER_TUNED)
+    if not set(names) <= set(NEVER_TUNED):
+        raise SystemExit(f"--fresh {text}: expected some of {','.join(NEVER_TUNED)}")
+    return [NEVER_TUNED[name] for name in names]
 
 
 def parse() -> argparse.Namespace:
@@ -185,7 +196,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--again", action="store_true", help="measure rows that are there as well")
-    parser.add_argument("--fresh", action="store_true", help="also tune at sizes never tuned")
+    parser.add_argument(
+        "--fresh", nargs="?", const="", help="also tune at sizes never tuned: KxN,...; default: all"
+    )
     parser.add_argument("--trials", type=int, default=48, help="trials of each such tuning")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -203,7 +216,7 @@ def main() -> None:
         if options.shapes is None:
             import gemm_rows
 
-            names = [*gemm_rows.ROW_CASES, *(f"{s.k}x{s.n}" for s in (*shapes, *NEVER_TUNED))]
+            names = [*gemm_rows.ROW_CASES, *(f"{s.k}x{s.n}" for s in shapes), *NEVER_TUNED]
         else:
             names = [f"{s.k}x{s.n}" for s in shapes]
         build(options.folder, dict.fromkeys(names), options.logs, options.workers)

@@ -157,13 +157,20 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
     "cost_model_cuda": ("cost_model", cost.orders),
     "cost_model_cuda_records": ("cost_model", cost.records),
-    "cost_model_cuda_transfer": ("cost_model", cost.transfer),
+    "cost_model_cuda_transfer": ("cost_model", cost.transfer("bf16", "fp16")),
+    "cost_model_llvm": ("cost_model", cost.orders),
+    "cost_model_llvm_records": ("cost_model", cost.records),
+    "cost_model_llvm_transfer": ("cost_model", cost.transfer("x86-64-v3", "this processor")),
+    "cost_model_trials": ("cost_model_trials", cost.trials),
 }
 """Name of a table to the result file it is made of and what makes it."""
 PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
     "cost_model_cuda": cost.part("cuda"),
     "cost_model_cuda_records": cost.data("cuda"),
     "cost_model_cuda_transfer": cost.part("cuda", "transfer"),
+    "cost_model_llvm": cost.part("llvm"),
+    "cost_model_llvm_records": cost.data("llvm"),
+    "cost_model_llvm_transfer": cost.part("llvm", "transfer"),
 }
 """What takes the meta data and the rows of a table from a file that has several parts."""
 
@@ -172,12 +179,12 @@ def table(name: str, results: Path, source: Callable[[tuple[str, ...]], str]) ->
     """Render one table; ``source`` gives the hash of folders of the package as they are."""
     file, make = TABLES[name]
     path = results / f"{file}.json"
-    if not path.is_file():
+    data = json.loads(path.read_text()) if path.is_file() else {}
+    meta, rows = PARTS[name](data) if name in PARTS else (data.get("meta"), data.get("rows"))
+    if not meta or not rows:
         return (
             f"Not measured yet: `benchmarks/{file}.py` writes `benchmarks/results/{file}.json`.\n"
         )
-    data = json.loads(path.read_text())
-    meta, rows = PARTS[name](data) if name in PARTS else (data["meta"], data["rows"])
     now = source(tuple(meta.get("folders", COMPILER)))
     stale = [row.get("source", meta["source"]) != now for row in rows]
     head, body = make(rows)

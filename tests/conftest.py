@@ -25,8 +25,12 @@ os.environ["TVMCAP_CHECK"] = "1"
 os.environ["XDG_CACHE_HOME"] = os.path.join(_HOME, "cache")
 os.environ["XDG_DATA_HOME"] = os.path.join(_HOME, "data")
 # torch.compile's, shared by all processes of a session: they compile the same headers and blocks
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_HOME, "inductor")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_HOME, "inductor")
 os.environ.setdefault("TVM_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# idle threads leave their core to other tests and compilers
+os.environ["TVM_THREAD_POOL_SPIN_COUNT"] = "0"
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

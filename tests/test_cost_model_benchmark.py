@@ -23,7 +23,7 @@ import cost_model_transfer as transferring
 
 from tests.kernel.model_cases import KNOBS, SHAPES, made_up_us, record, records
 from tests.schedules.products import TARGET
-from tvmcap.kernel import dataset
+from tvmcap.kernel import candidates, dataset, tuner
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.schedules import hopper_gemm as hopper
@@ -165,12 +165,12 @@ def test_transfer_learns_nothing_of_what_it_is_tested_on() -> None:
         for r in records(own)
     ]  # fmt: skip
     groups = dataset.of_template([*records(), *halves], hopper.TEMPLATE, TARGET)
-    found = transferring.transfer(groups, hopper.TEMPLATE.feature_names, 0)
+    found = transferring.transfer(*transferring.by_dtype(groups), hopper.TEMPLATE.feature_names, 0)
     assert found is not None and set(found) == {"none", "few", "all", "few_alone", "all_alone"}
     assert found["few"]["records"] == round(0.085 * len(halves))
     assert found["all"]["pairwise"] > found["few_alone"]["pairwise"]
     alone = [g for g in groups if g.workload["dtypes"][0] == "float16"]
-    assert transferring.transfer(alone, hopper.TEMPLATE.feature_names, 0) is None
+    assert transferring.transfer([], alone, hopper.TEMPLATE.feature_names, 0) is None
     few = transferring.draw(alone, 11, np.random.default_rng(0))
     assert sum(len(g.rows) for g in few) == 11
     for part in few:
@@ -196,6 +196,50 @@ def test_a_sample_of_what_was_measured_once_is_measured_again() -> None:
     assert set(data.again(session, 100, 0)) == texts
 
 
+class NoGpu:
+    """What a measurer does, with times made up."""
+
+    device, workers = "cuda", 2
+
+    def __init__(self, target, **_) -> None:
+        self.runners = [SimpleNamespace(machine=lambda: {"name": "made up"})]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def build(self, proposed, workloads=()) -> None:
+        self.built = len(proposed)
+
+    def reference(self, workload, runner=None) -> str:
+        return "computed"
+
+    def spread(self, work, items) -> None:
+        for item in items:
+            work(self.runners[0], item)
+
+    def measure(self, workload, proposed, limit_us=None, runner=None):
+        for i, _ in enumerate(proposed):
+            yield candidates.Measurement(10.0 + i, 10.0 + i, 10.0 + i, 3)
+
+
+def test_data_are_measured_and_then_again(tmp_path: Path, monkeypatch) -> None:
+    problem = data.PROBLEMS[0]._replace(rows=(16, 4096))
+    monkeypatch.setattr(data, "PROBLEMS", (problem,))
+    monkeypatch.setattr(tuner, "Measurer", NoGpu)
+    data.capture(problem, tmp_path)
+    options = SimpleNamespace(
+        logs=tmp_path / "logs", seed=0, workers=2, budget=60.0, again=0, tiled=4, few=2
+    )
+    for again, expected in ((0, 4 + 2 + 2), (0, 0), (2, 4)):
+        options.again = again
+        before = len(RecordStore(options.logs).records)
+        data.measure(tmp_path, [str(problem)], options)
+        assert len(RecordStore(options.logs).records) - before == expected
+
+
 def test_epilogues_of_the_records_that_ship_are_named() -> None:
     names = json.loads(splitting.EPILOGUES.read_text())
     shipped = RecordStore(Path(__file__).parents[1] / "tuning_logs" / "cuda").records
@@ -212,5 +256,5 @@ def test_the_tables_show_what_was_measured() -> None:
     assert found == meta and rows == [{"row": "ours", **row}]
     head, body = tables.orders(rows)
     assert len(head) == len(body[0]) and "0.500 (0.250 to 0.750)" in body[0]
-    head, body = tables.transfer(tables.part("cuda", "transfer")(result)[1])
+    head, body = tables.transfer("a", "b")(tables.part("cuda", "transfer")(result)[1])
     assert len(head) == len(body[0]) and "7" in body[0]

@@ -17,7 +17,7 @@ from tvmcap.schedules import TEMPLATES
 from tvmcap.schedules.hopper_gemm import Knobs
 
 ROOT = Path(__file__).parent.parent
-WORDS = {3: "three", 6: "six", 12: "twelve"}
+WORDS = {3: "three", 6: "six", 16: "sixteen"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -50,6 +50,13 @@ def library(tmp_path: Path) -> Path:
     return path
 
 
+def test_ranges_of_rows_keep_their_order(library: Path) -> None:
+    """Readers take the first range that holds a number of rows."""
+    ranges = {"<=8": "a", "<=16": "b", "<=1024": "c", "any": "d"}
+    rewrite_manifest(library, replace(FULL, coverage=({**FULL.coverage[0], "ranges": ranges},)))
+    assert [*read_manifest(library).coverage[0]["ranges"]] == [*ranges]
+
+
 def test_what_is_written_is_read(library: Path) -> None:
     assert read_manifest(library) == FULL
     assert read_manifest(library, check=False) == FULL

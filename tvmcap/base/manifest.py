@@ -204,7 +204,7 @@ def _digest(file: BinaryIO, size: int) -> hashlib._Hash:
 
 def append_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
     """Append the trailer to a fresh ELF file, in place, and flush it to the disk."""
-    text = json.dumps(manifest.to_json(), sort_keys=True).encode()
+    text = json.dumps(manifest.to_json()).encode()
     with open(path, "r+b") as file:
         elf_size = file.seek(0, os.SEEK_END)
         digest = _digest(file, elf_size)

@@ -17,6 +17,10 @@ import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
 
+from tvmcap.kernel import macros
+
+macros.find_parsers_quickly()  # for the kernels around these epilogues
+
 Expr = Any
 """A PrimExpr; TVM's Python classes have no common typed base that helps here."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tvm
 
+from tvmcap.base import ir_text
 from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 
 KNOBS = "tvmcap.knobs"
@@ -20,7 +21,7 @@ def copy_func(func: Any) -> Any:
     A schedule overlooks that the body of a PrimFunc is shared with the one it was made from by
     ``with_attr``, and changes both: what is scheduled must be a copy.
     """
-    return tvm.ir.load_json(tvm.ir.save_json(func.with_attr("global_symbol", "main")))
+    return ir_text.parse(tvm.ir.save_json(func.with_attr("global_symbol", "main")))
 
 
 def new_schedule(func: Any) -> Any:

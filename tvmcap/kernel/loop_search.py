@@ -27,6 +27,7 @@ _FRESH = 50
 _PER_ITERATION = 16  # evolution takes as long for one candidate as for many
 _MANY = 1 << 20
 _TRIES = 3
+_WHOLE = 1e5
 
 
 class LoopNestSession(Session):
@@ -99,7 +100,7 @@ class LoopNestSession(Session):
             trace = plain_json(measured.sch.trace.as_json())
             if canonical(trace) not in self.done:
                 candidate = self._candidate(canonical(trace), measured.sch.mod["main"])
-                features = [float(f"{x:.5g}") for x in row]
+                features = [_short(x) for x in row]
                 found.append(Proposal(candidate, measured, trace=trace, features=features))
         return found
 
@@ -126,6 +127,12 @@ class LoopNestSession(Session):
                 candidate.sch.trace, workload, outcome.run_secs, self.target, candidate.args_info
             )
             self._database.commit_tuning_record(record)
+
+
+def _short(value: float) -> float:
+    """Round to five digits; most features are whole numbers, which take less room as such."""
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < _WHOLE else rounded
 
 
 @contextlib.contextmanager

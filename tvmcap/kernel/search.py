@@ -83,7 +83,7 @@ class Session:
         known = [(p, r) for p, r in zip(proposals, results, strict=True) if p.measured is not None]
         if known:
             measured = [p.measured for p, _ in known]
-            outcomes = [_runner_result(r) for _, r in known]
+            outcomes = [runner_result(r) for _, r in known]
             self._learn(measured, outcomes)
 
     def _learn(self, measured: list[Any], outcomes: list[Any]) -> None:
@@ -116,7 +116,8 @@ class Session:
         return record
 
 
-def _runner_result(result: Measurement) -> Any:
+def runner_result(result: Measurement) -> Any:
+    """Return a measurement as MetaSchedule has it."""
     if result.median_us is None:
         return ms.runner.RunnerResult(None, result.message or "no time")
     return ms.runner.RunnerResult([result.median_us * 1e-6], None)

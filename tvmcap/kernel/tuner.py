@@ -64,11 +64,8 @@ class Run:
         if self.progress is not None:
             self.progress.start(self.limit)
         try:
-            with interruptible(), self._measurer() as measurer:
-                sessions = Sessions(self.target, self.stores, self.config.seed)
-                self.entries = self._think(
-                    open_entries, found, sizes, sessions, measurer, self.limit
-                )
+            with interruptible(), self.measurer() as measurer:
+                self.entries = self._think(self.open, found, sizes, measurer)
                 while entries := self._next(measurer):
                     self._round(measurer, entries)
                 measurer.spread(lambda runner, e: self._confirm(measurer, e, runner), self.entries)
@@ -90,8 +87,18 @@ class Run:
             if self.progress is not None:
                 self.progress.finish()
 
+    def open(
+        self,
+        found: list[tasks.Task],
+        sizes: Mapping[str, Sequence[int]] | None,
+        measurer: Measurer,
+    ) -> list[Entry]:
+        """Open a session for each task and size, heavy ones first."""
+        sessions = Sessions(self.target, self.stores, self.config.seed)
+        return open_entries(found, sizes, sessions, measurer, self.limit)
+
     @contextlib.contextmanager
-    def _measurer(self) -> Iterator[Measurer]:
+    def measurer(self) -> Iterator[Measurer]:
         """Have what measures, here or on servers; what those are goes into the records."""
         servers = remote.connect(self.config, self.target)
         workers = self.config.workers if servers is None else None

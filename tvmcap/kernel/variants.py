@@ -11,7 +11,7 @@ import numpy as np
 
 from tvmcap.kernel.tasks import Task, evaluate
 
-MAX_VARIANTS = 12
+MAX_VARIANTS = 16
 """Kernels of one task that share the range of a dynamic dimension; more do not pay."""
 _PRICE = 0.05
 """What one more kernel must save: the sum over rows of the share of time lost."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base import codegen, driver
+from tvmcap.base import codegen, driver, ir_text
 from tvmcap.base.errors import ToolchainError
 
 if "--without-torch" in sys.argv:
@@ -64,7 +64,7 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
     """Lower (a template's knobs) and compile one candidate."""
     start = time.perf_counter()
     target = tvm.target.Target(request["target"])
-    func = tvm.ir.load_json(request["func"])
+    func = ir_text.parse(request["func"])
     if request["template"] is not None:
         try:
             template = _find_template(request["template"])
@@ -84,7 +84,7 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
 def build_plain(request: dict[str, Any]) -> dict[str, Any]:
     """Compile a function as written, for its reference outputs."""
     target = tvm.target.Target(request["target"])
-    func = check.plain_schedule(tvm.ir.load_json(request["func"]), target)
+    func = check.plain_schedule(ir_text.parse(request["func"]), target)
     compile_to(func, target, request["path"])
     return {}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base import codegen, driver
+from tvmcap.base import codegen, driver, ir_text
 from tvmcap.base.errors import BuildError
 
 
@@ -47,11 +47,10 @@ class Apart:
 def main(source: str, target: str, path: str) -> None:
     """Compile the module of ``source`` (TVM's JSON) for ``target`` (JSON) into ``path``."""
     driver.preload()
-    import tvm
 
     from tvmcap.library.lower import compile_module
 
-    mod = tvm.ir.load_json(Path(source).read_text())
+    mod = ir_text.parse(Path(source).read_text())
     compile_module(mod, codegen.make_target(target)).export_library(path)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from tvmcap.base import codegen
+from tvmcap.base import codegen, ir_text
 from tvmcap.base.errors import BuildError
 from tvmcap.kernel import tir_pipeline
 from tvmcap.library import cross
@@ -66,6 +66,9 @@ def _first_line(error: BaseException) -> str:
 
 def promise_alignment(func: Any, align: int = POINTER_ALIGN) -> Any:
     """Lower the alignment a kernel assumes of its arguments from TVM's 64, which callers miss."""
+    buffers = [param.ty for param in func.params if tvm.tirx.is_buffer_var(param)]
+    if all(int(buffer.data_alignment) <= align for buffer in buffers):
+        return func
     data = json.loads(tvm.ir.save_json(func))
     nodes = data["nodes"]
     root = nodes[data["root_index"]]["data"]
@@ -73,4 +76,4 @@ def promise_alignment(func: Any, align: int = POINTER_ALIGN) -> Any:
         fields = nodes[nodes[param]["data"]["ty"]]["data"]
         if "data_alignment" in fields:
             fields["data_alignment"] = min(fields["data_alignment"], align)
-    return tvm.ir.load_json(json.dumps(data))
+    return ir_text.parse(json.dumps(data))
