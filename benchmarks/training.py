@@ -30,7 +30,7 @@ from tvmcap.base.numerics import compare
 from tvmcap.base.timing import measure, rotated
 
 SHAPES = ((2048, 1024, 4096), (8192, 4096, 4096))
-LAYERS, WIDTH, ROWS = 8, 2048, 8192
+LAYERS, WIDTH, ROWS = 8, 4096, 4096
 BUDGETS = (1.0, 0.5)
 
 
