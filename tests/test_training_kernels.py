@@ -60,6 +60,16 @@ def test_an_mlp_is_six_products_and_a_sum_a_layer() -> None:
     assert len(derivative) == 1 and "matmul" in derivative[0]
 
 
+def test_sequences_take_the_same_kernels_as_matrices() -> None:
+    module = nn.Sequential(nn.Linear(128, 256), nn.GELU(approximate="tanh"), nn.Linear(256, 128))
+    found = served(module.bfloat16(), torch.randn(4, 16, 128).bfloat16().requires_grad_())
+    kernels = {
+        name: by([row for row in rows if not row[0].startswith("reshape")])  # views, once planned
+        for name, rows in found.items()
+    }
+    assert kernels == {"forward": [GEMM, GEMM], "backward": sorted([*[GEMM] * 4, SUM, SUM])}
+
+
 def test_below_budget_one_the_activation_is_computed_again_in_one_kernel() -> None:
     module = nn.Sequential(nn.Linear(128, 256), nn.GELU(approximate="tanh"), nn.Linear(256, 128))
     x = torch.randn(64, 128).bfloat16().requires_grad_()
