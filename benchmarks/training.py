@@ -172,7 +172,7 @@ def deep_row(options: argparse.Namespace, budget: float) -> dict[str, Any]:
     """Time the deep MLP at a budget, and count what it saves beside what eager saves."""
     module = deep().cuda()
     lib = tvmcap.load(options.folder / f"deep-{budget:g}.so")
-    lib.executor.bind(module)
+    lib.executor.use_module(module)
     x = torch.randn(ROWS, WIDTH, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
     wanted = [x, *module.parameters()]
