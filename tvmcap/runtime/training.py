@@ -70,7 +70,7 @@ def dims_of(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dic
 
 
 def _of_entry(manifest: Manifest, name: str, entry: Entry) -> Manifest:
-    return replace(manifest, entry=name, signature=entry.signature)
+    return replace(manifest, entry=name, signature=entry.signature, arena=entry.arena)
 
 
 class TrainingExecutor:
