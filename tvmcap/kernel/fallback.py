@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from tvmcap.base.errors import BuildError
-from tvmcap.kernel import cpu_rules, intrinsics, prim_func, tensor_core_rule
+from tvmcap.kernel import column_sums, cpu_rules, intrinsics, prim_func, tensor_core_rule
 from tvmcap.kernel.features import copy_func
 from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 
@@ -66,6 +66,7 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
         "tensor-core",
         lambda func, target: tensor_core_rule.schedule(copy_func(func), target),
     )
+    yield "column-sums", column_sums.scheduled
     for kind in ("Matmul", "GEMV", "Reduction", "GeneralReduction", "Fallback"):
         rule = getattr(dlight.gpu, kind)()
         yield f"dlight-{kind.lower()}", partial(use, rule)
