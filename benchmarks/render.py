@@ -24,6 +24,7 @@ import gemm_tables as gemm
 import quantize_tables
 import runtime_tables as runtime
 import serving_tables
+import training_tables as training
 
 from tvmcap.versions import COMPILER, source_hash
 
@@ -160,7 +161,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
     "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
     "quantize_gpu": ("quantize_gpu", lambda rows: quantize_tables.table(_us)(rows)),
+    "quantize_cpu": ("quantize_cpu", lambda rows: quantize_tables.cpu_table(_us)(rows)),
     "serving": ("serving", serving_tables.table),
+    "training": ("training", lambda rows: training.layers(_us)(rows)),
+    "training_budget": ("training", lambda rows: training.budgets(_us)(rows)),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
     "cost_model_cuda": ("cost_model", cost.orders),
     "cost_model_cuda_records": ("cost_model", cost.records),

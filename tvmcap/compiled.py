@@ -19,8 +19,8 @@ from tvmcap.base.score import Score
 from tvmcap.base.signature import Signature
 from tvmcap.library.export import copy_library
 from tvmcap.runtime.counts import Counts
-from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.graphs import LIMIT_BYTES
+from tvmcap.runtime.opening import open_library
 
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
@@ -46,7 +46,7 @@ class Compiled:
 
     path: Path
     manifest: Manifest
-    executor: Executor | None
+    executor: Any
     foreign: str = ""
     config: Config | None = None
     capture_again: Callable[[], Captured] | None = None
@@ -153,14 +153,15 @@ class Compiled:
     @property
     def counts(self) -> Counts:
         """What the calls of this thread took beside kernels: copies, memory, graphs."""
-        return self._here().counts
+        counts: Counts = self._here().counts
+        return counts
 
     def close(self) -> None:
         """Free memory and code; every later call raises LibraryError. Not needed at exit."""
         if self.executor is not None:
             self.executor.close()
 
-    def _here(self) -> Executor:
+    def _here(self) -> Any:
         if self.executor is None:
             raise LibraryError(f"this library cannot run here: {self.foreign}")
         return self.executor
@@ -255,7 +256,7 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     the file runs; LibraryError for a path that names no file.
     """
     path = _file(path)
-    executor = Executor(path, device=device)
+    executor = open_library(path, device=device)
     if executor.manifest.verified is False:
         logger.warning(
             "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here",

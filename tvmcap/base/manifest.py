@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError, LibraryError
 from tvmcap.base.signature import Signature, Size
+from tvmcap.base.training import Training
 
 FORMAT = 1
 MAGIC = b"tvmcap\x00\x01"
@@ -63,6 +64,8 @@ class Manifest:
     quantization: the options, the ranges of the calibration and the report of a quantized model.
     peak_bytes: planned peak of intermediates at the largest sizes; None where some size has
         no bound.
+    training: the forward and the backward entry, in a library with gradients.
+    entry: the function that a call runs.
     arena: bytes of each storage that the intermediates of a call share; None for a library of a
         version that did not list them.
     """
@@ -84,6 +87,8 @@ class Manifest:
     needs: tuple[str, ...] = ()
     quantization: Mapping[str, Any] | None = None
     arena: tuple[Size, ...] | None = None
+    training: Training | None = None
+    entry: str = "main"
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
@@ -108,6 +113,8 @@ class Manifest:
             if known.get("arena") is not None:
                 known["arena"] = tuple(known["arena"])
             known["weights"] = _weights(data.get("weights"))
+            if known.get("training") is not None:
+                known["training"] = Training.from_json(data["training"])
             if not isinstance(data["target"]["kind"], str) or not isinstance(
                 data["versions"], dict
             ):

@@ -21,31 +21,38 @@ MAKE, ENTRY = "make_arena", "main_in_arena"
 
 
 def add(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures a planned module with intermediates has the functions ``ENTRY`` and ``MAKE``.
+    """Ensures each entry of a planned module that has intermediates also has its two functions.
 
-    ``ENTRY`` takes main's parameters and one storage for each that main allocates; ``MAKE`` takes
-    the bytes of each, as one shape, and returns them.
+    Those of ``main`` are ``ENTRY`` and ``MAKE``, those of another entry ``NAME_in_arena`` and
+    ``make_NAME_arena``. The first takes the entry's parameters and one storage for each that it
+    allocates; the second takes the bytes of each, as one shape, and returns them.
     """
-    main = mod["main"]
-    allocations = storages(main)
-    if not allocations:
-        return mod
-    held = {b.var for b in allocations}
-    blocks = [
-        relax.BindingBlock([b for b in block.bindings if getattr(b, "var", None) not in held])
-        for block in main.body.blocks
-    ]
-    entry = relax.Function(
-        [*main.params, *(b.var for b in allocations)],
-        relax.SeqExpr(blocks, main.body.body),
-        main.ret_ty,
-        main.is_pure,
-        main.attrs,
-    )
     functions = dict(mod.functions.items())
-    functions[tvm.ir.GlobalVar(ENTRY)] = relax.utils.copy_with_new_vars(entry)
-    functions[tvm.ir.GlobalVar(MAKE)] = _make(len(allocations))
+    for gvar, main in mod.functions.items():
+        if not isinstance(main, relax.Function) or not storages(main):
+            continue
+        allocations = storages(main)
+        held = {b.var for b in allocations}
+        blocks = [
+            relax.BindingBlock([b for b in block.bindings if getattr(b, "var", None) not in held])
+            for block in main.body.blocks
+        ]
+        entry = relax.Function(
+            [*main.params, *(b.var for b in allocations)],
+            relax.SeqExpr(blocks, main.body.body),
+            main.ret_ty,
+            main.is_pure,
+            main.attrs,
+        )
+        make, name = names(gvar.name_hint)
+        functions[tvm.ir.GlobalVar(name)] = relax.utils.copy_with_new_vars(entry)
+        functions[tvm.ir.GlobalVar(make)] = _make(len(allocations))
     return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def names(entry: str) -> tuple[str, str]:
+    """Name what makes the arena of an entry, and the entry that takes it."""
+    return (MAKE, ENTRY) if entry == "main" else (f"make_{entry}_arena", f"{entry}_in_arena")
 
 
 def storages(main: Any) -> list[Any]:

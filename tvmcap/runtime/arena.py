@@ -15,6 +15,11 @@ _MAKE, _ENTRY = "make_arena", "main_in_arena"
 _GROWTH = 2
 
 
+def _names(entry: str) -> tuple[str, str]:
+    """Name what makes the arena of an entry, and the entry that takes it."""
+    return (_MAKE, _ENTRY) if entry == "main" else (f"make_{entry}_arena", f"{entry}_in_arena")
+
+
 class Arena:
     """Storage for the intermediates of one call at a time.
 
@@ -31,8 +36,9 @@ class Arena:
     def __init__(self, vm: Any, manifest: Manifest) -> None:
         self.vm = vm
         self._sizes = manifest.arena or ()
-        self._make: Any = vm[_MAKE] if self._sizes else None
-        self.entry = vm[_ENTRY] if self._sizes else vm["main"]
+        make, entry = _names(manifest.entry)
+        self._make: Any = vm[make] if self._sizes else None
+        self.entry = vm[entry] if self._sizes else vm[manifest.entry]
         self.storages: tuple[Any, ...] = ()
         self.growths = 0
         self._capacity: tuple[int, ...] = (0,) * len(self._sizes)

@@ -37,6 +37,7 @@ class CpuContext:
         self.arena = Arena(library.new_vm(), manifest)
         self._entry = self.arena.entry
         self.bound = Bound(manifest.signature)
+        self._name = manifest.entry
         self.slots: dict[int, Any] = {}
         self.seen: dict[Any, Seen] = {}
 
@@ -56,7 +57,7 @@ class CpuContext:
     def trace(self, values: Sequence[Any], targets: Sequence[Any]) -> Trace:
         """Watch one call that allocates what it needs."""
         vm = self._library.new_vm()
-        return trace_call(vm, lambda: vm["main"](*values, *self._weights, *targets))
+        return trace_call(vm, lambda: vm[self._name](*values, *self._weights, *targets))
 
     def close(self) -> None:
         """Let go of memory and code."""
@@ -93,6 +94,7 @@ class CudaContext:
             self.arena = Arena(machine.vm, manifest)
         self._bounded = self.arena.bounded
         self.bound = Bound(manifest.signature)
+        self._name = manifest.entry
         self.slots: dict[int, Any] = {}
         self.seen: dict[Any, Seen] = {}
         self._needs = manifest.needs
@@ -169,7 +171,7 @@ class CudaContext:
         """Watch one call that allocates what it needs."""
         vm = self.arena.vm
         with self._lock:
-            main = vm["main"]
+            main = vm[self._name]
             return trace_call(vm, lambda: main(*values, *self._weights, *targets))
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base.errors import InputError, TvmcapError
-from tvmcap.base.manifest import read_manifest
+from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.base.signature import unflatten
 from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain
 from tvmcap.runtime.bound import Ready
@@ -45,6 +45,8 @@ class Executor:
     ----------
     path : the library; its weights file, where it has one, lies beside it.
     device : index of the GPU, for a library built for one.
+    manifest : what the file says, where that was read and checked before; it may name another
+        entry.
 
     Raises
     ------
@@ -52,9 +54,11 @@ class Executor:
         Before anything of the file is loaded.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, device: int = 0) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, device: int = 0, manifest: Manifest | None = None
+    ) -> None:
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
+        self.manifest = manifest or read_manifest(self.path)
         self.signature = self.manifest.signature
         check_machine(self.manifest, device)
         provide(self.manifest.needs, self.path)
