@@ -13,6 +13,7 @@ import pytest
 from tests.schedules.hopper_cases import SWAPPED
 from tests.schedules.products import TARGET, product
 from tvmcap.kernel import dataset
+from tvmcap.kernel.ranking import hits
 from tvmcap.kernel.records import RecordStore
 from tvmcap.kernel.stores import SHIPPED
 from tvmcap.schedules import hopper_estimate
@@ -133,9 +134,10 @@ def test_first_choice_is_near_the_best_that_was_measured() -> None:
         pairs = zip(group.times_us, group.estimates_us or (), strict=True)
         us, estimated = np.array([pair for pair in pairs if pair[0]]).T
         reached[group.name] = us.min() / us[estimated.argmin()]
-        i, j = np.triu_indices(len(us), 1)
-        in_order.append(np.mean((us[i] < us[j]) == (estimated[i] < estimated[j])))
-    assert len(reached) > 50
+        if len(us) >= 100:  # drawn from the space; a search measures what the estimate puts first
+            right, counted = hits(-estimated, us)
+            in_order.append(right / counted)
+    assert len(reached) > 50 and len(in_order) > 40
     assert min(reached.values()) > 0.87, min(reached, key=lambda name: reached[name])
     assert np.exp(np.mean(np.log(list(reached.values())))) > 0.97
     assert np.mean(in_order) > 0.86
