@@ -21,7 +21,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gemm_common as gemm
 import numpy as np
+from cost_model_metrics import measured_once
 from cost_model_split import EPILOGUES
 from tune_suite import problems
 
@@ -144,11 +144,7 @@ def batches(entries: Sequence[Any], options: argparse.Namespace) -> list[tuple[A
 
 def again(session: Any, count: int, seed: int) -> list[Any]:
     """Return proposals of ``count`` candidates that ran, drawn from those measured once."""
-    history = session.stores.history(session.task.key, session.target, session.record_sizes)
-    times = Counter(record.candidate for record in history)
-    once = [r for r in history if r.median_us is not None and times[r.candidate] == 1]
-    chosen = np.random.default_rng(seed).permutation(len(once))[:count]
-    return list(session.repeat([once[i] for i in chosen]))
+    return list(session.repeat(measured_once(session, count, seed)))
 
 
 def measure(folder: Path, names: Iterable[str], options: argparse.Namespace) -> None:

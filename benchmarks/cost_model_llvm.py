@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import core_sets
 import loop_tasks
-import numpy as np
+from cost_model_metrics import measured_once
 
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.dataset import group_name
@@ -118,10 +118,7 @@ def again(session: LoopNestSession, count: int, seed: int) -> list[Any]:
     """
     from dataclasses import replace
 
-    history = session.stores.history(session.task.key, session.target, session.record_sizes)
-    times = Counter(record.candidate for record in history)
-    once = [r for r in history if r.median_us is not None and times[r.candidate] == 1]
-    chosen = [once[i] for i in np.random.default_rng(seed).permutation(len(once))[:count]]
+    chosen = measured_once(session, count, seed)
     features = {r.candidate: r.features for r in chosen}
     found = []
     for proposal, record in zip(session.repeat(chosen), chosen, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.ranking import CLOSE as CLOSE
 from tvmcap.kernel.ranking import hits, pairs
+from tvmcap.kernel.records import Record
 
 Order = RankModel | Callable[[Group], Any]
 """A model, or a function that scores the candidates of a group; larger is better."""
@@ -102,3 +104,11 @@ def ceiling(twice: Iterable[Sequence[tuple[float, float]]]) -> tuple[float | Non
         same = (first[i] < first[j]) == (last[i] < last[j])
         right, total = right + int(same[far].sum()), total + int(far.sum())
     return (right / total if total else None), total
+
+
+def measured_once(session: Any, count: int, seed: int) -> list[Record]:
+    """Draw ``count`` records of a session's candidates that ran and were measured once."""
+    history = session.stores.history(session.task.key, session.target, session.record_sizes)
+    times = Counter(record.candidate for record in history)
+    once = [r for r in history if r.median_us is not None and times[r.candidate] == 1]
+    return [once[i] for i in np.random.default_rng(seed).permutation(len(once))[:count]]

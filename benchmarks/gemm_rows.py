@@ -204,10 +204,10 @@ def row_case(name: str, options: argparse.Namespace) -> Row:
 
 
 @functools.cache
-def tuned_at(k: int, n: int, rows: tuple[int, ...], trials: int) -> dict[int, Any]:
-    """Tune a product at sizes in one run of ``trials`` each; return a library for each size.
+def tuned_at(k: int, n: int, rows: tuple[int, ...], trials: int) -> tuple[dict[int, Any], int]:
+    """Tune a product at sizes in one run of ``trials`` each.
 
-    Also returns the number of trials there were, under 0.
+    Returns a library for each size, and the number of trials there were.
     """
     shapes = {"x": (rows[0], k), "w": (n, k), "b": (n,)}
     drawn = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
@@ -218,12 +218,12 @@ def tuned_at(k: int, n: int, rows: tuple[int, ...], trials: int) -> dict[int, An
         )  # fmt: skip
         mod = fused(timing.linear_gelu, drawn)
         run = tune_module(mod, make_target("cuda"), config, sizes={"B": rows})
-        libs: dict[int, Any] = {0: run.trials}
+        libs: dict[int, Any] = {}
         for m in rows:
             args = (drawn["x"].new_zeros(m, k), drawn["w"], drawn["b"])
             static = replace(config, dynamic={}, tune="cached")
             libs[m] = tvmcap.build(timing.linear_gelu, args, config=static)
-    return libs
+    return libs, run.trials
 
 
 def never_tuned_row(
@@ -235,7 +235,7 @@ def never_tuned_row(
     """
     lib = tvmcap.load(path)
     inputs = timing.gemm_inputs(*shape, options.seed)
-    libs = tuned_at(shape.k, shape.n, rows, options.trials)
+    libs, trials = tuned_at(shape.k, shape.n, rows, options.trials)
     tuned = libs[shape.m]
     calls: dict[str, timing.Call] = {
         "tuned": lambda s: tuned(s["x"], s["nk"], s["b"], out=s["out"]),
@@ -250,7 +250,7 @@ def never_tuned_row(
         **row,
         **used(lib, shape.m),
         "complete": True,
-        "trials": libs[0],
+        "trials": trials,
         "tuned_us": timed(at_size),
         "ratio_to_tuned": round(at_size.median / row["us"], 4),
         "tuned_knobs": used(tuned, shape.m)["knobs"],
