@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,16 @@ def for_training() -> dict[Any, Callable[..., Any]]:
 
     Random operators stay, as they are drawn outside the graph.
     """
+    return {**_without_lowering(_SEVERAL), **normalizations(), **gradients()}
+
+
+def for_inference() -> dict[Any, Callable[..., Any]]:
+    """List the decompositions for tracing without gradients, for which one result is enough."""
+    return _without_lowering(())
+
+
+def _without_lowering(several: Collection[str]) -> dict[Any, Callable[..., Any]]:
+    """List the decompositions of operators that have no lowering, or one of ``several``."""
     from tvmcap.capture.ir import known_operators
 
     known = known_operators()
@@ -86,8 +96,8 @@ def for_training() -> dict[Any, Callable[..., Any]]:
         operator: rule
         for operator, rule in decomposition_table.items()
         if isinstance(operator, torch._ops.OpOverload)
-        and (operator.__name__ not in known or operator.__name__ in _SEVERAL)
+        and (operator.__name__ not in known or operator.__name__ in several)
         and torch.Tag.nondeterministic_seeded not in operator.tags
         and not _decomposes_itself(operator)
     }
-    return {**found, **missing_in_torch(), **normalizations(), **gradients()}
+    return {**found, **missing_in_torch()}
