@@ -76,6 +76,17 @@ def backend(
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
     training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
+    compiler = aot_autograd(**stages(config, training))
+    on_gpu = any(t.device.type == "cuda" for t in tensors)
+    # on a GPU attention stays with PyTorch's fused kernels, which have no lowering
+    with contextlib.nullcontext() if on_gpu else sdpa_kernel(SDPBackend.MATH):
+        compiled: Callable[..., Any] = compiler(graph, inputs)
+    return compiled
+
+
+def stages(config: Config, training: bool) -> dict[str, Any]:
+    """Return what AOTAutograd takes: the compiler of its graphs, the cut, the decompositions."""
+
     def cut(
         joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -84,16 +95,12 @@ def backend(
         pair.backward.meta[_OUTPUTS] = 0
         return pair.forward, pair.backward
 
-    compiler = aot_autograd(
-        fw_compiler=lambda g, _: serve(g, config),
-        partition_fn=cut,
-        decompositions=for_training() if training else for_inference(),
-    )
-    on_gpu = any(t.device.type == "cuda" for t in tensors)
-    # on a GPU attention stays with PyTorch's fused kernels, which have no lowering
-    with contextlib.nullcontext() if on_gpu else sdpa_kernel(SDPBackend.MATH):
-        compiled: Callable[..., Any] = compiler(graph, inputs)
-    return compiled
+    return {
+        "fw_compiler": lambda graph, _: serve(graph, config),
+        "bw_compiler": lambda graph, _: serve(graph, config),
+        "partition_fn": cut,
+        "decompositions": for_training() if training else for_inference(),
+    }
 
 
 def _forget() -> None:
@@ -140,7 +147,7 @@ def serve(graph: fx.GraphModule, config: Config) -> Callable[..., Any]:
                 part = getattr(found.graph, name)
                 setattr(found.graph, name, _compile(part, config, found.left))
         except CaptureError as e:  # one node more for PyTorch, and once again
-            refused[e.node.meta[parts.NAME]] = str(e)
+            refused[parts.origin(e.node).meta[parts.NAME]] = str(e)
             continue
         _tell(found.left)
         return _Call(found.graph, orders)

@@ -212,6 +212,19 @@ def _filled(value: int, size: int, like: relax.Expr) -> Any:
     return relax.const(tvm.runtime.from_dlpack(full))
 
 
+def _clamp(node: fx.Node, importer: Any) -> Any:
+    """Bound by numbers; TVM's own makes infinity of a bound that is left out, also for integers."""
+    dtype = out_dtype(node)
+    if "int" not in dtype:
+        return importer.convert_map["clamp.default"](node)
+    a = arguments_of(node, importer)
+    x = cast(importer, a["self"], dtype)
+    for name, op in (("min", relax.op.maximum), ("max", relax.op.minimum)):
+        if a[name] is not None:
+            x = emit(importer, op(x, operand(importer, a[name], dtype)))
+    return x
+
+
 CONVERTERS: dict[str, Converter] = {
     **PRODUCTS,
     **REDUCTIONS,
@@ -227,6 +240,7 @@ CONVERTERS: dict[str, Converter] = {
     **{f"gt.{kind}": _binary(relax.op.greater) for kind in ("Tensor", "Scalar")},
     **{f"ge.{kind}": _binary(relax.op.greater_equal) for kind in ("Tensor", "Scalar")},
     **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _reversed_subtract),
+    "clamp.default": _clamp,
     "_softmax.default": _softmax(relax.op.nn.softmax),
     "_log_softmax.default": _softmax(relax.op.nn.log_softmax),
     "div.Tensor_mode": _divide_rounding,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch._decomp import decomposition_table
 
 from tvmcap.capture.gradients import gradients
 from tvmcap.capture.normalizations import normalizations
+from tvmcap.capture.pooling import pooling
+from tvmcap.capture.scatters import scatters
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -79,16 +81,6 @@ def for_training() -> dict[Any, Callable[..., Any]]:
 
     Random operators stay, as they are drawn outside the graph.
     """
-    return {**_without_lowering(_SEVERAL), **normalizations(), **gradients()}
-
-
-def for_inference() -> dict[Any, Callable[..., Any]]:
-    """List the decompositions for tracing without gradients, for which one result is enough."""
-    return _without_lowering(())
-
-
-def _without_lowering(several: Collection[str]) -> dict[Any, Callable[..., Any]]:
-    """List the decompositions of operators that have no lowering, or one of ``several``."""
     from tvmcap.capture.ir import known_operators
 
     known = known_operators()
@@ -96,8 +88,16 @@ def _without_lowering(several: Collection[str]) -> dict[Any, Callable[..., Any]]
         operator: rule
         for operator, rule in decomposition_table.items()
         if isinstance(operator, torch._ops.OpOverload)
-        and (operator.__name__ not in known or operator.__name__ in several)
+        and (operator.__name__ not in known or operator.__name__ in _SEVERAL)
         and torch.Tag.nondeterministic_seeded not in operator.tags
         and not _decomposes_itself(operator)
     }
-    return {**found, **missing_in_torch()}
+    own = missing_in_torch() | normalizations() | gradients() | pooling() | scatters()
+    return {**found, **own}
+
+
+def for_inference() -> dict[Any, Callable[..., Any]]:
+    """List the decompositions for tracing without gradients: pooling needs no positions then."""
+    table = for_training()
+    del table[torch.ops.aten.max_pool2d_with_indices.default]
+    return table

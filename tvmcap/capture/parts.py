@@ -79,6 +79,13 @@ def split(
     return Parts(parted, names, left)
 
 
+def origin(node: fx.Node) -> fx.Node:
+    """Return the operator that computes what a node picks out of several results."""
+    while node.target is operator.getitem:
+        node = node.args[0]
+    return node
+
+
 def _unserved(
     node: fx.Node, device: torch.device, known: Collection[str], served: dict[fx.Node, bool]
 ) -> str:
