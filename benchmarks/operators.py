@@ -204,7 +204,6 @@ def _no(_: fx.Node) -> str:
 
 def document(found: list[Row]) -> str:
     """Return the text of docs/operators.md."""
-
     count = {status: sum(r.status == status for r in found) for status in (SUPPORTED, DECOMPOSED)}
     with_gradient = [r for r in found if r.gradient != NONE]
     ours = sum(r.gradient == YES for r in with_gradient)
@@ -226,8 +225,8 @@ def document(found: list[Row]) -> str:
         "  Under `torch.compile` that part of the graph stays with PyTorch, with one warning that",
         "  names the operator.",
         "- **drawn by PyTorch**: random numbers come from PyTorch's generator, as in eager.",
-        "- **gradient**: *yes* where the backward graph is compiled; *none* where there is none, or",
-        "  where the operator is itself a gradient.",
+        "- **gradient**: *yes*: the backward graph is compiled; *none*: there is none, or",
+        "  the operator is itself a gradient.",
         "",
         "An operator of your own gets a lowering with `tvmcap.register_op`, which also takes",
         '`lower="eager"`: then the library calls PyTorch\'s kernel',

@@ -130,7 +130,8 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Config:
 
 def serve(graph: fx.GraphModule, config: Config) -> Callable[..., Any]:
     """Compile what the back end serves of a graph; the rest stays with PyTorch's kernels."""
-    orders = _orders(graph, graph.meta.get(_OUTPUTS))
+    seen = graph.meta.get(_OUTPUTS)
+    orders = _orders(graph, seen)
     device = device_of(graph)
     if device is None:
         return _Call(graph, orders)
@@ -140,7 +141,11 @@ def serve(graph: fx.GraphModule, config: Config) -> Callable[..., Any]:
     refused: dict[str, str] = {}
     while True:
         found = parts.split(
-            partition.copy(graph), device, known, lambda n: refused.get(n.meta[parts.NAME], "")
+            partition.copy(graph),
+            device,
+            known,
+            lambda n: refused.get(n.meta[parts.NAME], ""),
+            seen,
         )
         try:
             for name in found.served:
@@ -205,14 +210,15 @@ class _Call:
 def _orders(graph: fx.GraphModule, count: int | None) -> list[tuple[int, ...] | None]:
     """Say for each of the first ``count`` outputs how eager has its axes in memory.
 
-    None for a dense one in the natural order, and for an input of the graph, which comes back as it
-    is.
+    None for a dense one in the natural order, for an input of the graph, which comes back as it is,
+    and for a view that PyTorch makes.
     """
+    views = parts.last_views(graph, count)
     output = next(n for n in graph.graph.nodes if n.op == "output")
     found: list[tuple[int, ...] | None] = []
     for node in output.args[0][:count]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        dense = not isinstance(value, torch.Tensor) or node.op == "placeholder"
+        dense = not isinstance(value, torch.Tensor) or node.op == "placeholder" or node in views
         order = None if dense else axes_in_memory(value)
         natural = order is None or order == tuple(range(len(order)))
         found.append(None if natural else order)

@@ -103,15 +103,25 @@ def explain_capture(
         try:
             found = dynamo.explain(fn)(*args, **(kwargs or {}))
         except Exception as e:
-            line = source.of_error(e.__traceback__)
-            raise CaptureError(
-                f"the function failed{' at ' + line if line else ''}: {type(e).__name__}: "
-                f"{source.first_line(e)}. Check that it runs on these arguments"
-            ) from e
+            raise CaptureError(_failure(e)) from e
         finally:
             dynamo.reset()
     breaks = dict.fromkeys(_break(reason) for reason in found.break_reasons if reason.graph_break)
     return CaptureReport(found.graph_count, found.op_count, tuple(breaks))
+
+
+def _failure(error: Exception) -> str:
+    """Say where a function failed, and why."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code:")[2])
+    line = ":".join(frames[-1]) if frames else source.of_error(error.__traceback__)
+    explained = re.search(r"Explanation: (.*)", text)
+    why = explained[1] if explained else source.first_line(error)
+    at = f" at {line}" if line else ""
+    return (
+        f"the function failed{at}: {type(error).__name__}: {why}. Check that it runs on these "
+        "arguments"
+    )
 
 
 @contextlib.contextmanager

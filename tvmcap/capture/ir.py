@@ -165,6 +165,9 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
         if isinstance(result, tuple | list):
             pairs = zip(result, value, strict=False)
             return [None if r is None else _agree(importer, r, v, symbols) for r, v in pairs]
+        if isinstance(result.ty, relax.TensorType):  # the importer gives the first result alone
+            first = _agree(importer, result, value[0], symbols)
+            return [first, *[None] * (len(value) - 1)]
         return result
     if not isinstance(result, relax.Expr) or not isinstance(result.ty, relax.TensorType):
         raise ValueError(f"no tensor came out, but {type(result).__name__}")

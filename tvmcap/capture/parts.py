@@ -47,6 +47,7 @@ def split(
     device: torch.device,
     known: Collection[str],
     refused: Callable[[fx.Node], str],
+    seen: int | None = 0,
 ) -> Parts:
     """Part a functional graph; it is rewritten in place.
 
@@ -56,15 +57,17 @@ def split(
     device: of the tensors that the back end computes.
     known: bare names of the operators that have a converter.
     refused: says why a node is not served though its operator is known, or "".
+    seen: how many outputs the caller sees, None for all: views among them stay views.
     """
     left: dict[str, str] = {}
     served: dict[fx.Node, bool] = {}
+    views = last_views(graph, seen)
     for node in graph.graph.nodes:
         node.meta.setdefault(NAME, node.name)
         if node.op != "call_function":
             continue
         why = _unserved(node, device, known, served) or refused(node)
-        served[node] = not why
+        served[node] = not why and node not in views
         if why and not is_random(node) and isinstance(node.target, torch._ops.OperatorBase):
             line = source.of_node(node)
             left.setdefault(operator_name(node), why + (f" (at {line})" if line else ""))
@@ -77,6 +80,21 @@ def split(
     _pass_sizes(parted)
     names = tuple(n.target for n in parted.graph.nodes if n.op == "call_module")
     return Parts(parted, names, left)
+
+
+_LOOKS = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int)
+
+
+def last_views(graph: fx.GraphModule, seen: int | None) -> set[fx.Node]:
+    """Collect the views that nothing but the caller reads: PyTorch makes them, without a copy."""
+    output = graph.graph.output_node()
+    shown = {n for n in output.args[0][:seen] if isinstance(n, fx.Node)}
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        readers = set(node.users) - found
+        if node.target in _LOOKS and readers <= {output} and (node in shown or not readers):
+            found.add(node)
+    return found
 
 
 def origin(node: fx.Node) -> fx.Node:
