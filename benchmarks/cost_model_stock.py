@@ -41,6 +41,13 @@ class Stock:
         context, found = self._known[group.name]
         return context, [found[text] for text in group.knobs]
 
+    def with_stores(self, group: Group) -> Any:
+        """Return a group's features with MetaSchedule's: the largest and sum of all stores."""
+        extractor = ms.feature_extractor.PerStoreFeature()
+        tables = [t.numpy() for t in extractor.extract_from(*self.schedules(group))]
+        rows = np.array([np.concatenate([t.max(0), t.sum(0)]) for t in tables], np.float32)
+        return np.nan_to_num(np.hstack([group.rows, rows]), posinf=3e38, neginf=-3e38)
+
     def train(self, groups: Sequence[Group], seed: int) -> Callable[[Group], Any]:
         """Return what scores the candidates of a group, learnt from groups."""
         state = np.random.get_state()

@@ -22,6 +22,7 @@ _ORDERS = {
     "ndcg": "with rank:ndcg",
     "regression": "with squared error",
     "prior": "the estimate alone",
+    "stores": "with MetaSchedule's features",
     "stock": "MetaSchedule's XGBModel",
     "random": "random",
 }
@@ -72,7 +73,15 @@ def transfer(source: str, own: str) -> Callable[[list[Row]], tuple[list[str], li
 
 def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """One line a task: the trials of each search to the latency that stock has in the end."""
-    head = ["task", "its latency, us", "MetaSchedule's trials", "without warm-up", "ours", "fewer"]
+    head = [
+        "task",
+        "measured on",
+        "its latency, us",
+        "MetaSchedule's trials",
+        "without warm-up",
+        "ours",
+        "fewer",
+    ]
     body = []
     for row in rows:
         found = [_reached(row, method) for method in ("stock", "eager", "ours")]
@@ -80,7 +89,7 @@ def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         mean = math.exp(sum(map(math.log, each)) / len(each))
         fewer = f"{mean:.1f}x ({min(each):.1f}x to {max(each):.1f}x)"
         goals = f"{min(row['goal_us']):.0f} to {max(row['goal_us']):.0f}"
-        body.append([row["task"], goals, *found, fewer])
+        body.append([row["task"], row["machine"], goals, *found, fewer])
     return head, body
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import core_sets
 import loop_tasks
 import numpy as np
+from cost_model_load import machine
 from cost_model_tables import ratios
 from tvm.s_tir import meta_schedule as ms
 
@@ -160,8 +161,18 @@ def row(logs: Path, name: str, trials: int, seeds: int) -> dict[str, Any] | None
         method: [[round(t, 1) for t in found[i]] for i in whole] for method, found in curves.items()
     }
     best = {method: [c[-1] if c else None for c in found] for method, found in raw.items()}
-    return {"task": name, "trials": trials, "seeds": whole, "goal_us": [round(g, 1) for g in goals],
-            "reached": reached, "asked": asked, "best_us": best, "curves_us": raw}  # fmt: skip
+    measured = RecordStore(logs / f"ours-{name}-{whole[0]}").records
+    return {
+        "task": name,
+        "machine": machine(measured),
+        "trials": trials,
+        "seeds": whole,
+        "goal_us": [round(goal, 1) for goal in goals],
+        "reached": reached,
+        "asked": asked,
+        "best_us": best,
+        "curves_us": raw,
+    }
 
 
 def _first(times: Sequence[float], goal: float) -> int | None:

@@ -30,7 +30,7 @@ from tvmcap.base.numerics import compare
 from tvmcap.base.timing import measure, rotated
 
 SHAPES = ((2048, 1024, 4096), (8192, 4096, 4096))
-LAYERS, WIDTH, ROWS = 8, 2048, 8192
+LAYERS, WIDTH, ROWS = 8, 4096, 4096
 BUDGETS = (1.0, 0.5)
 
 
@@ -172,7 +172,7 @@ def deep_row(options: argparse.Namespace, budget: float) -> dict[str, Any]:
     """Time the deep MLP at a budget, and count what it saves beside what eager saves."""
     module = deep().cuda()
     lib = tvmcap.load(options.folder / f"deep-{budget:g}.so")
-    lib.executor.bind(module)
+    lib.executor.use_module(module)
     x = torch.randn(ROWS, WIDTH, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn_like(x)
     wanted = [x, *module.parameters()]

@@ -250,5 +250,5 @@ def test_options_that_gradients_rule_out() -> None:
     with pytest.raises(ConfigError, match="a number from 0"):
         build(lambda x: x * 2, (torch.ones(3),), memory_budget=-0.1)
     program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
-    with pytest.raises(CaptureError, match="the nn.Module itself"):
+    with pytest.raises(CaptureError, match=r"the nn\.Module itself"):
         build(program, None)

@@ -55,10 +55,10 @@ def mlp(dropout: float = 0.25) -> Case:
 
 
 def norm_mlp() -> Case:
-    """LayerNorm and an MLP in bfloat16."""
+    """LayerNorm and an MLP in bfloat16, on sequences of any length."""
     layers = (nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    x = torch.randn(9, 16, requires_grad=True).bfloat16().detach().requires_grad_()
-    return nn.Sequential(*layers).bfloat16(), (x,), {0: {0: "B"}}
+    x = torch.randn(3, 5, 16).bfloat16().requires_grad_()
+    return nn.Sequential(*layers).bfloat16(), (x,), {0: {0: "B", 1: "T"}}
 
 
 def attention() -> Case:

@@ -23,7 +23,7 @@ from tvmcap.capture.training import capture_training
 from tvmcap.compiled import Compiled
 from tvmcap.kernel import apply, models, registry
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import export, lower, weights
+from tvmcap.library import arena, export, lower, weights
 from tvmcap.quantized import quantizer
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.runtime.opening import open_library
@@ -99,7 +99,7 @@ def compile_once(
     if compiled.capture_again is None:
         compiled.capture_again = lambda: _capture(fn, args, kwargs, config)
     if config.backward and compiled.executor is not None and isinstance(fn, torch.nn.Module):
-        compiled.executor.bind(fn)
+        compiled.executor.use_module(fn)
     if not compiled.from_cache or (config.verify and not compiled.manifest.verified):
         _report(compiled, config)
     return compiled
@@ -140,6 +140,7 @@ def _make(
         config=config.to_json(),
         key=key,
         peak_bytes=pipeline.peak_bytes(planned),
+        arena=arena.sizes(planned),
         needs=apply.needs(trace.coverage),
         quantization=None if quantize is None else quantize.to_json(),
     )

@@ -22,7 +22,7 @@ from tvmcap.capture import custom, graphs
 from tvmcap.capture.partition import Pair
 from tvmcap.kernel import apply, registry
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import export, lower
+from tvmcap.library import arena, export, lower
 from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.runtime.training import GraphCall
@@ -90,6 +90,7 @@ def compile_graph(
             config=config.to_json(),
             key=key,
             peak_bytes=pipeline.peak_bytes(planned),
+            arena=arena.sizes(planned),
             needs=apply.needs(trace.coverage),
         )
         export.write(executable, path, manifest, None)

@@ -14,7 +14,7 @@ from tvmcap.base.manifest import Manifest
 from tvmcap.capture.training import TrainingCapture
 from tvmcap.graph import rename
 from tvmcap.kernel import apply
-from tvmcap.library import export, lower
+from tvmcap.library import arena, export, lower
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.verify.check import example_leaves
 from tvmcap.verify.inputs import example_sizes
@@ -45,7 +45,13 @@ def make(
     tables = {
         name: kernels.table(planned[name], side.entry.signature) for name, side in sides.items()
     }
-    training = replace(captured.training, kernels=tables)
+    found = captured.training
+    training = replace(
+        found,
+        forward=replace(found.forward, arena=arena.sizes(planned["forward"])),
+        backward=replace(found.backward, arena=arena.sizes(planned["backward"])),
+        kernels=tables,
+    )
     manifest = Manifest(
         versions=versions.versions(),
         target=codegen.describe(target),

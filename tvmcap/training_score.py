@@ -84,7 +84,7 @@ def score(
     leaves = draw(replace(signature, inputs=shapes), InputSet("normal", chosen, 0), example)
     leaves = [t.to(device) for t in leaves]
     if training.state and reference is not None:
-        compiled.executor.bind(reference)
+        compiled.executor.use_module(reference)
     result = _traced(compiled, result, leaves)
     names = () if captured is None else tuple(captured.kwargs)
     calls: dict[str, Callable[..., Any]] = {"ours": compiled}
@@ -125,7 +125,7 @@ class _Steps:
         self.own = [executor.state()[i] for i in executor.training.grads if i < count]
         self.tree = executor.signature
         with torch.no_grad():
-            outputs = executor.run([*executor.state(), *leaves])
+            outputs = executor.apply([*executor.state(), *leaves])
         self.tangents = [torch.randn_like(outputs[i]) for i in executor.training.tangents]
         self.chosen = executor.training.tangents
 

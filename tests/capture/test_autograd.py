@@ -113,7 +113,7 @@ def test_equal_names_are_one_size_and_a_size_that_breaks_the_code_is_named() -> 
     found = joint(lambda x, y: x + y, torch.ones(4, 2), torch.ones(4, 2), dynamic=dynamic)
     sizes = {str(n.meta["val"].shape[0]) for n in found.graph.graph.nodes if n.op == "placeholder"}
     assert len(sizes) == 1
-    with pytest.raises(CaptureError, match="B = .*breaks it"):
+    with pytest.raises(CaptureError, match=r"B = .*breaks it"):
         joint(lambda x: x.view(-1, 2, 3), torch.ones(6), dynamic={0: {0: "B"}})
     with pytest.raises(CaptureError, match="fixes it"):
         joint(lambda x: x + torch.ones(6), torch.ones(6), dynamic={0: {0: "B"}})

@@ -34,7 +34,7 @@ def session(stores, model=None, k: int = 64, seed: int = 1) -> LoopNestSession:
 def made_up_us(row) -> float:
     """Times that only the nest tells: more vector loops are faster, more loops slower."""
     named = dict(zip(lf.FEATURES, row, strict=True))
-    return 50.0 + named["loops"] - 3 * named["vector_loops"] + 5 * named["sum_0"]
+    return 50.0 + named["loops"] - 3 * named["vector_loops"] + 5 * named["log_band_0"]
 
 
 def play(own: LoopNestSession, stores, count: int) -> list:

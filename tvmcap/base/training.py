@@ -43,11 +43,15 @@ class Port:
 
 @dataclass(frozen=True)
 class Entry:
-    """One function of a library: its tensors, and how a graph's inputs and outputs map to them."""
+    """One function of a library: its tensors, and how a graph's inputs and outputs map to them.
+
+    ``arena`` gives the bytes of each storage that its intermediates share.
+    """
 
     signature: Signature
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    arena: tuple[Size, ...] = ()
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Entry:
@@ -56,6 +60,7 @@ class Entry:
             Signature.from_json(data["signature"]),
             tuple(Port(**port) for port in data["inputs"]),
             tuple(Port(**port) for port in data["outputs"]),
+            tuple(data["arena"]),
         )
 
 

@@ -162,6 +162,12 @@ def _joint(
             "backward=True, but no output depends on anything that requires grad; build without "
             "backward"
         )
+    taken = [n for n in graph.graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+    if len(taken) != len(tangents):
+        raise CaptureError(
+            f"PyTorch {torch.__version__} traced gradients of {len(taken)} outputs where "
+            f"{len(tangents)} require grad; return each tensor once, detached where it has none"
+        )
     numbers = (*(f"constant{i}" for i in range(len(constants))), *(d.name for d in draws))
     return Joint(
         graph=graph,

@@ -18,7 +18,7 @@ from tvmcap.base.config import Dim
 from tvmcap.base.errors import CaptureError
 from tvmcap.base.signature import DimSpec, Signature, TensorSpec
 from tvmcap.base.training import Entry, Port
-from tvmcap.capture import ir, operators, simplify
+from tvmcap.capture import flattening, ir, operators, simplify
 from tvmcap.capture.shapes import Free
 from tvmcap.capture.structure import dtype_name
 from tvmcap.capture.symbols import Symbols
@@ -71,6 +71,7 @@ def read(
     Raises CaptureError (UnsupportedOperatorError) for what cannot be imported.
     """
     simplify.sums(graph.graph)
+    flattening.flatten(graph.graph)
     operators.check_supported(graph.graph, ir.known_operators())
     laid = lay_out(graph, names, dims, symbols, constants)
     inputs = list(zip(laid.labels, laid.nodes, strict=False))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import source
@@ -97,7 +98,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 def _save_operands(graph: fx.GraphModule) -> None:
     """Mark what products of the backward graph read: computing it again would be a kernel."""
-    policy = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    policy = CheckpointPolicy.MUST_SAVE
     forward = _forward_nodes(graph)
     for node in graph.graph.nodes:
         if node.target not in _PRODUCTS or node in forward:

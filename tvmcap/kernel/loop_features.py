@@ -1,9 +1,9 @@
-"""What the cost model sees of a loop nest: features of each store, and what they miss.
+"""What the cost model sees of a loop nest: its loops by kind, its blocks, and its tiles.
 
-A candidate has several stores; MetaSchedule's features of them are taken together as the largest
-and the sum. What they do not tell: how evenly parallel loops fill the cores, whether vectors are as
-wide as the target's, tails that need predicates, how many blocks run one after another, and what
-they allocate.
+How evenly parallel loops fill the cores, whether vectors are as wide as the target's, tails that
+need predicates, how many blocks run one after another, what they allocate, and how the loops around
+the main block tile it (``loop_bands``). MetaSchedule's features of each store take several
+times as long to compute; benchmarks/cost_model.py compares with them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir.utils import derived_object
-from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 
+from tvmcap.kernel import loop_bands
 from tvmcap.kernel.cost_model import RankModel, times_us
 from tvmcap.kernel.dataset import Group, of_traces
 from tvmcap.kernel.records import Record
 from tvmcap.schedules import cpu_target
 
-VERSION = 1.0
+VERSION = 3.0
 """First feature: rows of another list are not mixed with those of this one."""
-_PER_STORE = 164  # with five buffers and ten samples, as MetaSchedule's default has them
 _NEST = (
-    "stores",
     "blocks",
     "predicates",
     "loops",
@@ -49,9 +47,8 @@ _NEST = (
 )
 FEATURES = (
     "version",
-    *(f"most_{i}" for i in range(_PER_STORE)),
-    *(f"sum_{i}" for i in range(_PER_STORE)),
     *_NEST,
+    *loop_bands.NAMES,
 )
 
 
@@ -74,20 +71,16 @@ _GPU_LANES = 4
 
 def loop_features(context: Any, candidates: Sequence[Any]) -> Any:
     """Return the features of MetaSchedule's candidates, float32 (candidates, FEATURES)."""
-    if not candidates:
-        return np.zeros((0, len(FEATURES)), np.float32)
-    stores = ms.feature_extractor.PerStoreFeature().extract_from(context, list(candidates))
     is_cpu = context.target.kind.name == "llvm"
     lanes = cpu_target.vector_lanes(context.target) if is_cpu else _GPU_LANES
     cores = cpu_target.threads(context.target) if is_cpu else 1
-    rows = []
-    for candidate, found in zip(candidates, stores, strict=True):
-        table = np.asarray(found.numpy(), np.float32)
-        nest = _nest(candidate.sch.mod["main"], cores, lanes)
-        nest["stores"] = len(table)
-        own = [float(nest[name]) for name in _NEST]
-        rows.append(np.concatenate([[VERSION], table.max(0), table.sum(0), own]))
-    return np.nan_to_num(np.array(rows, np.float32), posinf=3e38, neginf=-3e38)
+    rows = np.zeros((len(candidates), len(FEATURES)), np.float32)
+    rows[:, 0] = VERSION
+    for row, candidate in zip(rows, candidates, strict=True):
+        func = candidate.sch.mod["main"]
+        found = {**_nest(func, cores, lanes), **loop_bands.bands(func, lanes)}
+        row[1:] = [found[name] for name in FEATURES[1:]]
+    return rows
 
 
 def _nest(func: Any, cores: int, lanes: int) -> dict[str, float]:

@@ -21,9 +21,9 @@ from tvmcap.kernel.search import Proposal, Session, new_context
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
 
-_POPULATION = 128
-_GENERATIONS = 3
-_FRESH = 50
+_POPULATION = 64
+_GENERATIONS = 2
+_FRESH = 32
 _PER_ITERATION = 16  # evolution takes as long for one candidate as for many
 _MANY = 1 << 20
 _TRIES = 3

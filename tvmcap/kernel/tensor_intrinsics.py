@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from tvmcap.base.codegen import compute_capability
+from tvmcap.kernel import tvmscript
 
 SHARED = "shared.dyn"
 """Where fragments are loaded from and stored to: one dynamic allocation a thread block."""
@@ -27,29 +27,11 @@ def available(target: Any) -> bool:
 
 
 def import_tensor_intrinsics() -> None:
-    """Import what a TuneContext needs, fast.
-
-    TVMScript reads the source of every frame of the stack for every intrinsic, which takes 20 s
-    where torch is imported; frames without source serve it as well.
-    """
-    if _TVM in sys.modules:
-        return
-
-    def light_stack(context: int = 1) -> list[inspect.FrameInfo]:
-        frames, frame = [], inspect.currentframe()
-        while frame is not None and (frame := frame.f_back) is not None:
-            code = frame.f_code
-            frames.append(
-                inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None)
-            )
-        return frames
-
-    original, inspect.stack = inspect.stack, light_stack
-    try:
+    """Import what a TuneContext needs, fast: as TVM would, it takes 20 s beside torch."""
+    if _TVM not in sys.modules:
+        tvmscript.quicken()
         __import__(_TVM)
         _register_bfloat16()
-    finally:
-        inspect.stack = original
 
 
 @contextlib.contextmanager

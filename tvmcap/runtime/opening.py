@@ -16,9 +16,9 @@ def open_library(path: str | os.PathLike[str], *, device: int = 0) -> Any:
 
     Raises what they raise, and LibraryError where torch is missing.
     """
-    manifest = read_manifest(path, check=False)
+    manifest = read_manifest(path)
     if manifest.training is None:
-        return Executor(path, device=device)
+        return Executor(path, device=device, manifest=manifest)
     if importlib.util.find_spec("torch") is None:
         raise LibraryError(f"{path}: a library with gradients needs torch: pip install torch")
     from tvmcap.runtime.training import TrainingExecutor

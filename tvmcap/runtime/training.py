@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from tvmcap.base.errors import InputError
+from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.manifest import Manifest
 from tvmcap.base.signature import TensorSpec, evaluate, unflatten
 from tvmcap.base.training import DrawSpec, Entry, Training
@@ -69,6 +69,10 @@ def dims_of(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dic
     }
 
 
+def _of_entry(manifest: Manifest, name: str, entry: Entry) -> Manifest:
+    return replace(manifest, entry=name, signature=entry.signature, arena=entry.arena)
+
+
 class TrainingExecutor:
     """A loaded library with two entries: torch tensors in and out, with gradients.
 
@@ -89,7 +93,9 @@ class TrainingExecutor:
         self.device = torch.device("cuda", device) if kind == "cuda" else torch.device("cpu")
         self.forward, self.backward = (
             GraphCall(
-                Executor(path, device=device, entry=(name, entry.signature)), entry, self.device
+                Executor(path, device=device, manifest=_of_entry(manifest, name, entry)),
+                entry,
+                self.device,
             )
             for name, entry in (
                 ("forward", self.training.forward),
@@ -104,7 +110,7 @@ class TrainingExecutor:
         self._constant = [(i, name) for i, name in enumerate(names) if i not in grads]
         self._kept = len(self.signature.outputs) + len(self.training.updates)
 
-    def bind(self, module: torch.nn.Module) -> None:
+    def use_module(self, module: torch.nn.Module) -> None:
         """Read parameters and buffers from ``module`` from now on; they are no argument then."""
         for name in self.training.state:
             owner, _, last = name.rpartition(".")
@@ -127,6 +133,10 @@ class TrainingExecutor:
         return self.forward.executor.copies + self.backward.executor.copies
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        """Run the function; see ``call``."""
+        return self.call(args, out, kwargs)
+
+    def call(self, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run the function; gradients flow to what required one when it was built.
 
         Raises InputError for arguments that do not fit the signature, and for one that requires
@@ -135,7 +145,7 @@ class TrainingExecutor:
         if out is not None:
             raise InputError("out: a library with gradients returns new tensors; leave out= away")
         inputs = self.inputs(args, kwargs)
-        results = self.run(inputs)
+        results = self.apply(inputs)
         state = dict(zip(self.training.state, inputs, strict=False))
         count = len(self.signature.outputs)
         with torch.no_grad():
@@ -149,7 +159,7 @@ class TrainingExecutor:
         state = self.state() or leaves[self._count :]
         return [*state, *leaves[: self._count]]
 
-    def run(self, inputs: list[Any]) -> Sequence[Any]:
+    def apply(self, inputs: list[Any]) -> Sequence[Any]:
         """Return outputs and new values of buffers for the tensors of a call."""
         for value in inputs:
             if not isinstance(value, torch.Tensor):
@@ -201,6 +211,24 @@ class TrainingExecutor:
         first, second = self.traces(self.inputs(args, kwargs))
         peak = max(first.intermediate_bytes, second.intermediate_bytes)
         return Trace((*first.kernels, *second.kernels), peak)
+
+    @property
+    def counts(self) -> Any:
+        """What the forward entry's calls of the calling thread took beside kernels."""
+        return self.forward.executor.counts
+
+    def close(self) -> None:
+        """Free memory and code; a call after that raises LibraryError."""
+        self.forward.executor.close()
+        self.backward.executor.close()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise LibraryError(
+            "a library with gradients is called with its arguments: it keeps no bound tensors and "
+            "records no CUDA graphs; torch.cuda.graph records a whole training step"
+        )
+
+    bind = run = output = use_graphs = _refuse
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Run both entries once and return the names of the kernels launched, in order."""

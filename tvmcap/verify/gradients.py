@@ -139,7 +139,7 @@ class _Subject:
         training = self.executor.training
         for i in training.grads:
             inputs[i].requires_grad_()
-        outputs = self.executor.run(inputs)
+        outputs = self.executor.apply(inputs)
         outputs = outputs[: len(self.executor.signature.outputs)]
         gradients = torch.autograd.grad(
             [outputs[i] for i in training.tangents],
@@ -154,7 +154,7 @@ class _Subject:
     def tangents(self, leaves: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
         """Draw a gradient for each output that takes one."""
         with torch.no_grad():
-            outputs = self.executor.run([*self.state.values(), *leaves])
+            outputs = self.executor.apply([*self.state.values(), *leaves])
         generator = torch.Generator().manual_seed(seed)
         shaped = [outputs[i] for i in self.executor.training.tangents]
         return [torch.randn(t.shape, generator=generator).to(t) for t in shaped]
