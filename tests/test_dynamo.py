@@ -254,3 +254,13 @@ def test_explain_capture_of_what_fails() -> None:
         tvmcap.explain_capture(lambda x: x @ x, (torch.ones(2, 3),))
     with pytest.raises(tvmcap.errors.CaptureError, match="expected a function"):
         tvmcap.explain_capture(3, ())
+
+
+def test_inspect_lists_breaks_from_a_shell(tmp_path: Path, capsys: Any) -> None:
+    from tvmcap import cli
+
+    file = tmp_path / "broken.py"
+    file.write_text("def fn(x):\n    if x.sum() > 0:\n        return x + 1\n    return x - 1\n")
+    command = ["inspect", f"{file}:fn", "--input", "x:float32[4]", "--show", "breaks"]
+    assert cli.main(command) == 0
+    assert f"{file}:2: if x.sum() > 0:" in capsys.readouterr().out

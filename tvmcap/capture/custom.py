@@ -225,16 +225,14 @@ def _operator(name: Any) -> Any:
 
 
 def _has_meta(operator: Any) -> bool:
-    keys = ("Meta", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if any(has(operator.name(), key) for key in keys):
-        return True
     name = operator._schema.name
     defined = torch._library.custom_ops.OPDEFS.get(name)
-    if defined is not None:  # what torch.library.custom_op made has one that only raises
-        return defined._abstract_fn is not None
+    if defined is not None and defined._abstract_fn is None:
+        return False  # torch.library.custom_op registers one that only raises
+    keys = ("Meta", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     entry = torch._library.simple_registry.singleton.find(name)
-    return entry.fake_impl.kernel is not None
+    return entry.fake_impl.kernel is not None or any(has(operator.name(), key) for key in keys)
 
 
 def _said(error: Exception) -> str:
