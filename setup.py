@@ -49,6 +49,7 @@ setup(
         "rich>=13",
         "platformdirs>=4",
         "filelock>=3.12",
+        "safetensors>=0.4",  # samples of packages and large weights
         "cloudpickle",
         "psutil",
         "tomli; python_version < '3.11'",
@@ -68,7 +69,6 @@ setup(
             "mypy==2.4.1",
             "import-linter>=2.3",
             "pre-commit",
-            "safetensors",
             "torchao==0.18.0",  # what the accuracy of quantization is compared with
             "tornado",
         ],

@@ -90,6 +90,11 @@ def test_bench_of_a_program_from_the_cache_and_of_a_library(place, capsys):
     assert "Scoreboard at B=9" in capsys.readouterr().out
 
 
+def test_bench_says_how_a_library_gets_its_baselines(place, capsys):
+    assert main(["bench", str(place / "block.so"), "--sizes", "B=9", "--json"]) == 0
+    assert "--against PROGRAM" in " ".join(capsys.readouterr().err.split())
+
+
 def test_inspect_report_cache_and_doctor(place, capsys):
     assert main(["inspect", str(place / "block.so")]) == 0
     assert "x: float32[B, 16]" in capsys.readouterr().out

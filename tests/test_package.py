@@ -89,6 +89,12 @@ def test_the_program_runs_a_library_and_checks_it(place, program):
     assert done.stdout.count("ok") == 2 and "100 calls, median" in done.stdout
 
 
+def test_a_sample_can_be_read_by_whoever_may_read_new_files(place):
+    (place / "new").touch()
+    mode = (place / "sample.safetensors").stat().st_mode
+    assert mode == (place / "new").stat().st_mode
+
+
 def test_the_program_sees_a_wrong_result(place, program, tmp_path):
     lib = tvmcap.load(place / "block.so")
     inputs, outputs = arrays.read_sample(str(place / "sample.safetensors"), lib.signature)

@@ -128,3 +128,72 @@ def test_records_that_do_not_count_are_kept_and_leave_the_choice_to_others(
         run = tvmcap.tune(layer, (x,), trials=1, target="llvm", log_dir=str(store.folder))
         assert run.trials == 1  # the default once more: nobody measured it here
     assert store.path.read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"nv": 3},  # leaves columns out
+        {"nv": 0},
+        {"mr": 0},
+        {"unroll": 0},
+        {"mr": "6"},
+        None,
+    ],
+)
+def test_a_setting_that_no_space_holds_serves_nobody(
+    tuned, tmp_path: Path, knobs: dict | None
+) -> None:
+    """Though its line is whole and its time the best: the next best serves."""
+    layer, x, folder = tuned
+    found = RecordStore(folder).records
+    last = found[-1]
+    made_up = {"of": "another"} if knobs is None else {**(last.knobs or {}), **knobs}
+    store = RecordStore(tmp_path / "logs")
+    store.append([*found, dataclasses.replace(last, knobs=made_up, median_us=0.01)])
+    options = {"target": "llvm", "verify": False, "cache_dir": str(tmp_path / "cache")}
+    options["log_dir"] = str(store.folder)
+    lib = tvmcap.build(layer, (x,), **options)
+    latest = {r.candidate: r for r in found}
+    best = min(latest.values(), key=lambda r: r.median_us or np.inf)
+    assert served(lib)["ranges"] == {"any": best.candidate}
+    torch.testing.assert_close(torch.as_tensor(lib(x)), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_tuning_goes_on_beside_a_record_that_cannot_be(tuned, tmp_path: Path) -> None:
+    layer, x, folder = tuned
+    last = RecordStore(folder).records[-1]
+    store = RecordStore(tmp_path / "logs")
+    store.append([dataclasses.replace(last, knobs={"of": "another"}, median_us=0.01)])
+    run = tvmcap.tune(layer, (x,), trials=1, target="llvm", log_dir=str(store.folder), workers=1)
+    assert run.trials == 1 and not run.failures
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sizes": {"rows": "24"}},
+        {"sizes": {"rows": 0}},
+        {"sizes": {"rows": True}},
+        {"sizes": {"rows": 2.5}},
+        {"error": {}},
+        {"error": {"cause": 1, "message": ""}},
+    ],
+)
+def test_lines_that_no_measurement_wrote_are_bad(tuned, tmp_path: Path, change: dict) -> None:
+    last = RecordStore(tuned[2]).records[-1]
+    store = RecordStore(tmp_path)
+    store.append([last, dataclasses.replace(last, **change)])
+    assert store.bad_lines == 1 and store.records == [last]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"columns": 24}, {"rows": 24, "s0": 3}])
+def test_records_of_sizes_that_a_task_has_not_are_left_out(
+    tuned, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    layer, x, folder = tuned
+    store = RecordStore(tmp_path / "logs")
+    store.append([dataclasses.replace(RecordStore(folder).records[-1], sizes=sizes)])
+    options = {"target": "llvm", "verify": False, "cache_dir": str(tmp_path / "cache")}
+    lib = tvmcap.build(layer, (x,), log_dir=str(store.folder), **options)
+    assert not served(lib)["tuned"]

@@ -23,6 +23,7 @@ from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import ConfigError, TvmcapError
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.capture.export import Captured, capture
+from tvmcap.kernel.admission import admitted
 from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import lower, plain
@@ -120,7 +121,7 @@ def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, 
     stores = open_stores(config, target)
 
     def lookup(task: Any) -> Any:
-        return [] if config.tune == "none" else stores.best_by_size(task.key, target)
+        return [] if config.tune == "none" else admitted(stores, task, target)
 
     trace = pipeline.Trace()
     if config.vendor_matmul:

@@ -9,6 +9,7 @@ import tvm
 from tvmcap import pipeline
 from tvmcap.base.config import Config
 from tvmcap.graph.rename import prefix_kernels
+from tvmcap.kernel.admission import admitted
 from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 
@@ -36,7 +37,7 @@ def planned(
         stores = open_stores(config, target)
 
     def lookup(task: Any) -> Any:
-        return [] if config.tune == "none" else stores.best_by_size(task.key, target)
+        return [] if config.tune == "none" else admitted(stores, task, target)
 
     choose = None if config.tune == "none" else Chooser(stores, target)
     return pipeline.run(fused, pipeline.back(target, lookup, trace, choose), target, config, trace)

@@ -244,4 +244,4 @@ def default_steps(config: Config) -> dict[str, Config]:
         "all passes, untuned": (),
     }
     steps = {name: replace(config, disable=off, tune="none") for name, off in without.items()}
-    return {**steps, "all passes, tuned": replace(config, disable=())}
+    return {**steps, "all passes, with records": replace(config, disable=())}

@@ -88,7 +88,8 @@ def _status(args: argparse.Namespace) -> int:
         parts: list[Any] = [part for store in stores for part in _store_parts(store)]
         size = tables.bytes_text(found.bytes)
         parts.append(Text(f"{found.folder}: {found.entries} libraries, {size}"))
-        return Group(*parts, *([tables.dict_table("", held)] if held else []))
+        rows = [{**row, "bytes": tables.bytes_text(row["bytes"])} for row in held]
+        return Group(*parts, *([tables.dict_table("", rows)] if rows else []))
 
     show(args.json, data, table)
     return _OK

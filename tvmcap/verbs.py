@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tvmcap.program import (
 from tvmcap.store_verbs import cache as cache
 from tvmcap.store_verbs import report as report
 from tvmcap.view.console import show, status, write, write_json
+
+log = logging.getLogger("tvmcap")
 
 
 def build(args: argparse.Namespace) -> int:
@@ -97,6 +100,11 @@ def bench(args: argparse.Namespace) -> int:
         return EXIT_OK
     lib, reference = _library(args)
     check_sizes(sizes, _dims(lib))
+    if args.program.endswith(".so") and reference is None and not args.no_baselines:
+        log.warning(
+            "timed alone, as a library holds no PyTorch code: --against PROGRAM, the code that it "
+            "was built from, times eager and torch.compile beside it"
+        )
     with status("measuring") as say:
         score = scoreboard.score(
             lib, sizes, not args.no_baselines, say, reference=reference, cold=args.cold

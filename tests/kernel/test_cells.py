@@ -158,3 +158,32 @@ def test_blocks_in_a_vectorized_loop():
     given, out = tvm.runtime.tensor(values), tvm.runtime.tensor(np.zeros_like(values))
     compiled(expand(func))(given, out)
     np.testing.assert_allclose(out.numpy(), np.tanh(values), rtol=1e-6)
+
+
+def test_a_loop_among_values_keeps_its_own():
+    """Values named in a loop stay in it, and a value named before it is seen there."""
+    x, y = (tirx.decl_buffer((18,), "float32", name, data_alignment=16) for name in "xy")
+    first = tirx.Var("first", "float32")
+
+    def part(i, more):
+        named = tirx.Var("named", "float32")
+        store = tirx.BufferStore(y, tirx.sigmoid(named) * named + more, [i])
+        return b.seq(tirx.Bind(named, tirx.BufferLoad(x, [i]) + tirx.FloatImm("float32", 1)), store)
+
+    def lane(v):
+        return b.loop("l", 16, lambda i: part(v * 16 + i, first), ForKind.VECTORIZED)
+
+    body = tirx.SeqStmt(
+        [
+            tirx.Bind(first, tirx.exp(tirx.BufferLoad(x, [b.const(0)]))),
+            tirx.For(tirx.Var("v", "int64"), b.const(0), b.const(1), ForKind.SERIAL, lane(0)),
+            *part(b.const(16), first).seq,
+            b.loop("j", tirx.max(b.const(1), b.const(0)), lambda j: part(j + 17, first)),
+        ]
+    )
+    func = tirx.PrimFunc([x, y], body).with_attr({"global_symbol": "main", "s_tir": True})
+    values = np.linspace(-3, 3, 18, dtype=np.float32)
+    given, out = tvm.runtime.tensor(values), tvm.runtime.tensor(np.zeros_like(values))
+    compiled(expand(func))(given, out)
+    z = values + 1
+    np.testing.assert_allclose(out.numpy(), z / (1 + np.exp(-z)) + np.exp(values[0]), rtol=1e-6)

@@ -18,7 +18,7 @@ from tvmcap.schedules.gemm_match import pack, packed_matmul
 
 
 @pytest.mark.parametrize("knobs", [{}, {"kc": 32, "mc": 12}, {"order": "m", "unroll": 1, "mc": 24}])
-@pytest.mark.parametrize("n", [128, 100, 7])
+@pytest.mark.parametrize("n", [128, 100, 17, 7])
 def test_packed_any_rows(n, knobs):
     """One kernel is right for every number of rows, with and without blocks of K."""
     k = 72

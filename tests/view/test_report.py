@@ -1,5 +1,6 @@
 """Tables hold the figures; inspect and explain say what a library is."""
 
+import random
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from tvmcap.base.manifest import Manifest
 from tvmcap.base.numerics import Comparison
 from tvmcap.base.score import Latency, Score
 from tvmcap.doctor import Finding
+from tvmcap.kernel.results import by_numbers
 from tvmcap.verify.result import Check, VerifyReport
 from tvmcap.view import report
 from tvmcap.view.explain import explain, tuning_notice
@@ -148,3 +150,16 @@ def test_bytes():
         "3.0 MiB",
         "5.00 GiB",
     ]
+    large = {"a": 12345.678, "b": 9876.54}
+    assert "12346" in report.text(report.dict_table("T", [large]))
+
+
+def test_the_walk_says_how_much_of_its_last_step_is_tuned():
+    score = Score({}, 1, 1, 1.0, 0, 0, tuned_tasks=1, tasks=3)
+    walk = [SimpleNamespace(name=name, score=score) for name in ("no fuse", "with records")]
+    assert "with records: 1 of 3 tasks tuned" in report.text(report.walk_table(walk))
+
+
+def test_names_stand_in_the_order_of_their_numbers():
+    names = ["k2[B=4]", "k10[B=4]", "k[B=1]", "k[B=16]", "k[B=128]"]
+    assert sorted(random.sample(names, len(names)), key=by_numbers) == names

@@ -95,6 +95,19 @@ def test_only_the_variant_that_runs_is_counted(unfused):
     assert names[129] == [gvar.name_hint, "softmax"]
 
 
+def test_a_variant_is_scheduled_by_what_schedules_its_task(unfused):
+    mod = fuse.fuse(unfused)
+    gvar = next(g for g in mod.get_global_vars() if "matmul" in g.name_hint)
+    small = f"{gvar.name_hint}_upto128"
+    builder = relax.BlockBuilder(mod)
+    builder.add_func(mod[gvar].with_attr("global_symbol", small), small)
+    builder.update_func(gvar, mod[gvar].with_attr("tvmcap.variants", [[128, small]]))
+    rows, by = table(plan.plan(builder.get()), SIGNATURE), {gvar.name_hint: "template:t"}
+    for batch, name in ((1, small), (129, gvar.name_hint)):
+        kernel = count(rows, SIGNATURE, {"B": batch}, by).kernels[0]
+        assert (kernel.name, kernel.scheduled_by) == (name, "template:t")
+
+
 def test_frozen_weights_count_once_and_as_weights():
     import numpy as np
 

@@ -62,8 +62,8 @@ class Manifest:
     key: its key in the compile cache.
     needs: packages that it calls where it runs, such as ``torch``.
     quantization: the options, the ranges of the calibration and the report of a quantized model.
-    peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
-        bounds.
+    peak_bytes: planned peak of intermediates at the largest sizes; None where some size has
+        no bound.
     training: the forward and the backward entry, in a library with gradients.
     entry: the function that a call runs.
     arena: bytes of each storage that the intermediates of a call share; None for a library of a

@@ -20,7 +20,7 @@ logger = logging.getLogger("tvmcap")
 VENDOR = "vendor:"
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
-"""The best record of a task at each size that was tuned (``stores.Stores.best_by_size``)."""
+"""The best record of a task at each size that was tuned (``admission.admitted``)."""
 
 
 @dataclass(frozen=True)

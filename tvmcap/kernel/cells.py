@@ -126,8 +126,8 @@ class _Cells:
             elif isinstance(stmt, tirx.BufferStore):
                 index = [self.value(i) for i in stmt.indices]
                 self.stores.append(tirx.BufferStore(stmt.buffer, self.value(stmt.value), index))
-            else:
-                self.stores.append(self.value(stmt))
+            else:  # a loop or a branch: what it names has cells of its own, in it
+                self.stores.append(settle(self._plain(stmt)))
         return self.stores
 
     def cell(self, value: Expr) -> Expr:
@@ -185,5 +185,5 @@ class _Cells:
         finally:
             self.guards.pop()
 
-    def _plain(self, index: Expr) -> Expr:
-        return tvm_ffi.structural_map(index, (tirx.Var, lambda v: self.known.get(v, v)))
+    def _plain(self, node: Any) -> Any:
+        return tvm_ffi.structural_map(node, (tirx.Var, lambda v: self.known.get(v, v)))

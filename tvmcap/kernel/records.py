@@ -138,6 +138,11 @@ def _check(data: dict[str, Any]) -> None:
         raise ValueError(f"unknown kind {data['kind']!r}")
     if data["knobs" if data["kind"] == "template" else "trace"] is None:
         raise ValueError("no candidate")
+    if not all(type(size) is int and size > 0 for size in data["sizes"].values()):
+        raise ValueError(f"sizes {data['sizes']!r}")
+    texts = data["error"] and [data["error"].get(name) for name in ("cause", "message")]
+    if texts is not None and not all(isinstance(text, str) for text in texts or [None]):
+        raise ValueError(f"error {data['error']!r}")
     times = [data[n] for n in ("median_us", "p10_us", "p90_us") if data[n] is not None]
     if not all(math.isfinite(us) and us > 0 for us in times):
         raise ValueError(f"times {times}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -90,6 +91,12 @@ class TuneRun:
         lines.append(f"{spent}; failures: {failed}")
         lines.append(f"records: {self.log}")
         return "\n".join(lines)
+
+
+def by_numbers(name: str) -> list[tuple[int, str]]:
+    """Order names by the numbers in them: ``B=16`` stands before ``B=128``."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _us(value: float | None) -> str:

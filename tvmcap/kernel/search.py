@@ -18,6 +18,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from tvmcap.kernel import tasks
+from tvmcap.kernel.admission import admits
 from tvmcap.kernel.fingerprint import tvm_version
 from tvmcap.kernel.measure import Candidate, Measurement, Workload
 from tvmcap.kernel.records import Record
@@ -52,6 +53,7 @@ class Session:
         self.task, self.target, self.stores, self.seed = task, target, stores, seed
         self.workload = Workload(task, sizes, seed)
         self.record_sizes = task.record_sizes(sizes)
+        self.admits = admits(task, target)
         history = stores.history(task.key, target, self.record_sizes)
         # where everything failed, it is the machine that was at fault, and may be mended by now
         mended = all(record.error is not None for record in history)
@@ -63,12 +65,12 @@ class Session:
 
     def best(self) -> Record | None:
         """Return the best record at this size."""
-        return self.stores.best(self.task.key, self.record_sizes, self.target)
+        return self.stores.best(self.task.key, self.record_sizes, self.target, self.admits)
 
     def latest(self) -> dict[str, Record]:
         """Return the last record of each candidate at this size."""
         history = self.stores.history(self.task.key, self.target, self.record_sizes)
-        return {record.candidate: record for record in history}
+        return {record.candidate: record for record in history if self.admits(record)}
 
     def propose(self, count: int) -> list[Proposal]:
         """Return at most ``count`` candidates never measured; none when the space is exhausted."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,17 @@ class Stores:
         """List the usable records of a task, at given sizes or at all, as they were written."""
         return [r for r in self.usable(target, key) if sizes is None or r.sizes == dict(sizes)]
 
-    def best(self, key: TaskKey, sizes: Mapping[str, int], target: Any) -> Record | None:
-        """Return the fastest candidate at these sizes; of two timings the later counts."""
+    def best(
+        self,
+        key: TaskKey,
+        sizes: Mapping[str, int],
+        target: Any,
+        admits: Callable[[Record], bool] | None = None,
+    ) -> Record | None:
+        """Return the fastest candidate at these sizes; of two timings the later counts.
+
+        ``admits`` says of a record whether its candidate can serve the task; all can where None.
+        """
         latest: dict[str, Record] = {}
         for store in reversed(self.stores):
             for record in store.records:
@@ -73,16 +82,19 @@ class Stores:
             r
             for r in latest.values()
             if id(r) in usable and r.error is None and r.median_us is not None
+            if admits is None or admits(r)
         ]
         return min(good, key=lambda r: r.median_us or 0.0, default=None)
 
-    def best_by_size(self, key: TaskKey, target: Any) -> list[Record]:
+    def best_by_size(
+        self, key: TaskKey, target: Any, admits: Callable[[Record], bool] | None = None
+    ) -> list[Record]:
         """Return the best record at every size measured, smallest sizes first.
 
         Sizes at which the rule's own kernel (recorded with an empty trace) is the best have none.
         """
         sizes = {canonical(r.sizes): r.sizes for r in self.history(key, target)}
-        found = [self.best(key, size, target) for size in sizes.values()]
+        found = [self.best(key, size, target, admits) for size in sizes.values()]
         tuned = [r for r in found if r is not None and r.trace != []]
         return sorted(tuned, key=lambda r: sorted(r.sizes.items()))
 

@@ -20,7 +20,7 @@ from tvmcap.kernel.entries import Entry, Sessions, choose, open_entries
 from tvmcap.kernel.interrupt import interruptible
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
-from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
+from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed, by_numbers
 from tvmcap.kernel.runner import Runner, WorkloadError
 from tvmcap.kernel.search import Proposal
 from tvmcap.kernel.stores import Stores
@@ -283,7 +283,7 @@ class Run:
     def result(self) -> TuneRun:
         """Return what came of the run."""
         results = []
-        for e in sorted(self.entries, key=lambda e: e.session.name):
+        for e in sorted(self.entries, key=lambda e: by_numbers(e.session.name)):
             best = e.session.best()
             after, candidate = (None, None) if best is None else (best.median_us, best.candidate)
             before = None if e.before is None else e.session.latest()[e.before].median_us

@@ -137,10 +137,10 @@ def write(path: str, outputs: Mapping[str, Any]) -> None:
     suffix = Path(path).suffix
     if suffix not in _FORMATS or (suffix == ".npy" and len(outputs) != 1):
         raise ConfigError(f"{path}: expected .npz, .safetensors, or .npy for one output")
-    save_file = _safetensors().save_file if suffix == ".safetensors" else None
+    save = _safetensors().save if suffix == ".safetensors" else None
     try:
-        if save_file is not None:
-            save_file({k: np.ascontiguousarray(v) for k, v in outputs.items()}, path)
+        if save is not None:  # save_file makes files that their owner alone can read
+            Path(path).write_bytes(save({k: np.ascontiguousarray(v) for k, v in outputs.items()}))
         elif suffix == ".npz":
             np.savez(path, **outputs)
         else:

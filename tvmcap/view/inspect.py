@@ -59,7 +59,10 @@ def manifest_text(manifest: Manifest) -> str:
     """Describe what the library was built from, for and by."""
     target = ", ".join(f"{k} {v}" for k, v in manifest.target.items() if k != "features" and v)
     versions = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
-    failed = "no: not run where it was built, or outside the budget"
+    failed = (
+        "no: not run where it was built, or outside the budget; "
+        "tvmcap verify LIBRARY --against PROGRAM tells"
+    )
     state = {True: "yes", False: failed, None: "not yet"}
     lines = [
         f"target     {target}",
@@ -73,7 +76,7 @@ def manifest_text(manifest: Manifest) -> str:
     if manifest.weights is not None:
         lines.append(f"weights    {len(manifest.weights.names)} in {manifest.weights.file}")
     if manifest.peak_bytes is not None:
-        lines.append(f"peak       {manifest.peak_bytes} bytes planned")
+        lines.append(f"peak       {manifest.peak_bytes} bytes planned for intermediates")
     if manifest.build_s is not None:
         lines.append(f"built in   {manifest.build_s:.2f} s")
     if manifest.key:

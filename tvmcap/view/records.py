@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tvmcap.kernel.fingerprint import fingerprint
 from tvmcap.kernel.records import TaskKey
+from tvmcap.kernel.results import by_numbers
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.upkeep import target_text
 from tvmcap.view.report import dict_table
@@ -35,7 +36,7 @@ def record_rows(stores: Stores, target: Any) -> list[dict[str, Any]]:
                 "knobs": dict(best.knobs or {}) if best is not None else {},
             }
         )
-    return sorted(rows, key=lambda r: (r["task"], r["sizes"]))
+    return sorted(rows, key=lambda r: (r["task"], by_numbers(r["sizes"])))
 
 
 def workload_text(key: TaskKey, workload: Mapping[str, Any]) -> str:

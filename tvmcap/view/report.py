@@ -148,9 +148,11 @@ def walk_table(rows: Sequence[Any]) -> RenderableType:
             _DASH if s.latency_us is None else f"{s.latency_us.median:.1f}",
             _ratio(s.speedup),
         )
+    last: Score = rows[-1].score
+    notes = [f"{rows[-1].name}: {last.tuned_tasks} of {last.tasks} tasks tuned"]
     if _unsteady(*(row.score for row in rows)):
-        return Group(table, Text(UNSTEADY))
-    return table
+        notes.append(UNSTEADY)
+    return Group(table, Text("; ".join(notes)))
 
 
 def verify_table(report: VerifyReport) -> RenderableType:
@@ -196,7 +198,7 @@ def _cell(value: Any) -> str:
     if value is None:
         return _DASH
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, Mapping):
         return ", ".join(f"{k}: {v}" for k, v in value.items())
     return str(value)

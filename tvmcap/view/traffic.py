@@ -74,7 +74,7 @@ def count(
 ) -> Traffic:
     """Count the kernels and bytes of one call at ``sizes``.
 
-    ``scheduled_by``: what scheduled each kernel, by its name.
+    ``scheduled_by``: what scheduled each task, by its name; variants of a kernel are of one task.
     Raises LibraryError where a size is not given.
     """
     traffic, frozen = Traffic(), {}
@@ -94,12 +94,17 @@ def count(
         written = sum(nbytes(dtype, shape, sizes) for dtype, shape, _, _ in row["writes"])
         traffic.activations += written
         traffic.launches += row["launches"]
-        by = (scheduled_by or {}).get(row["name"], "")
+        by = _server(row["name"], scheduled_by or {})
         traffic.kernels.append(KernelScore(row["name"], read, written, by))
     traffic.weight_bytes = sum(frozen.values())
     traffic.outputs = sum(nbytes(o.dtype, o.shape, sizes) for o in signature.outputs)
     traffic.peak_planned = _peak(table.get("arenas"), sizes, traffic.outputs)
     return traffic
+
+
+def _server(kernel: str, scheduled_by: Mapping[str, str]) -> str:
+    """Name what scheduled a kernel; a variant (``NAME_upto64``) is of the task NAME."""
+    return scheduled_by.get(kernel) or scheduled_by.get(re.sub(r"_upto\d+$", "", kernel), "")
 
 
 def _peak(arenas: Mapping[str, int] | None, sizes: Mapping[str, int], outputs: int) -> int | None:
