@@ -81,6 +81,47 @@ def test_a_step_of_training_is_eagers(make: Any, caplog: Any) -> None:
     assert not warned(caplog)
 
 
+class Writer(nn.Module):
+    """A language model of characters: one attention layer with dropout."""
+
+    def __init__(self, letters: int) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(letters, 16), Attention()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, letters)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = self.embed(x)
+        z = z + F.dropout(self.attend(self.norm(z)), 0.1, self.training)
+        return F.cross_entropy(self.head(z).flatten(0, 1), y.flatten())
+
+
+def test_a_language_model_learns_as_in_eager() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    letters = sorted(set(text))
+    data = torch.tensor([letters.index(letter) for letter in text])
+    start = Writer(len(letters)).state_dict()
+
+    def losses(compile_it: bool) -> list[float]:
+        model = Writer(len(letters))
+        model.load_state_dict(start)
+        fn = compiled(model) if compile_it else model
+        step = torch.optim.AdamW(model.parameters(), lr=0.02)
+        torch.manual_seed(1)
+        found = []
+        for _ in range(40):
+            rows = torch.stack([data[i : i + 17] for i in torch.randint(len(data) - 17, (8,))])
+            loss = fn(rows[:, :-1], rows[:, 1:])
+            step.zero_grad()
+            loss.backward()
+            step.step()
+            found.append(loss.item())
+        return found
+
+    ours, eager = losses(True), losses(False)
+    torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
+    assert eager[-1] < 0.85 * eager[0]
+
+
 def test_weights_are_never_frozen() -> None:
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
     fast = compiled(model)
