@@ -18,6 +18,7 @@ from tvmcap import cache, chain, pipeline, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, Dim
 from tvmcap.base.manifest import Manifest
+from tvmcap.build import stamp
 from tvmcap.capture import custom, graphs
 from tvmcap.capture.partition import Pair
 from tvmcap.kernel import apply, registry
@@ -69,6 +70,7 @@ def compile_graph(
             "versions": versions.versions(),
             "compiler": versions.source_hash(),
             "templates": registry.identity(),
+            "records": [] if config.tune == "none" else stamp(open_stores(config, target)),
         }
     )
 
