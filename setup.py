@@ -73,7 +73,10 @@ setup(
             "tornado",
         ],
     },
-    entry_points={"console_scripts": ["tvmcap = tvmcap.cli:main"]},
+    entry_points={
+        "console_scripts": ["tvmcap = tvmcap.cli:main"],
+        "torch_dynamo_backends": ["tvmcap = tvmcap.dynamo:backend"],
+    },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",

@@ -112,5 +112,15 @@ def test_the_defaults_of_prune_are_told():
 
 def test_the_public_names_are_documented():
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for name in ("build", "load", "tune", "verify", "bisect", "register_template", "Config"):
+    for name in (
+        "build",
+        "load",
+        "tune",
+        "verify",
+        "bisect",
+        "register_template",
+        "register_op",
+        "explain_capture",
+        "Config",
+    ):
         assert name in tvmcap.__all__ and re.search(rf"tvmcap[. ]{name}\b", text), name

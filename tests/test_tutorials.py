@@ -55,6 +55,8 @@ def test_there_are_tutorials():
         "04_the_cost_model.py",
         "05_quantize.py",
         "06_deploy_and_serve.py",
+        "07_train.py",
+        "08_cover_a_custom_operator.py",
     ]
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tvmcap.base.score import Score as Score
     from tvmcap.bisect import bisect as bisect
     from tvmcap.build import build as build
+    from tvmcap.capture.breaks import explain_capture as explain_capture
+    from tvmcap.capture.custom import register_op as register_op
     from tvmcap.capture.export import Captured as Captured
     from tvmcap.compiled import Compiled as Compiled
     from tvmcap.compiled import load as load
@@ -32,6 +34,8 @@ _LAZY = {
     "verify": "tvmcap.verify.check",
     "bisect": "tvmcap.bisect",
     "register_template": "tvmcap.kernel.registry",
+    "register_op": "tvmcap.capture.custom",
+    "explain_capture": "tvmcap.capture.breaks",
     "Compiled": "tvmcap.compiled",
     "Captured": "tvmcap.capture.export",
     "Score": "tvmcap.base.score",
@@ -48,7 +52,9 @@ __all__ = [
     "bisect",
     "build",
     "errors",
+    "explain_capture",
     "load",
+    "register_op",
     "register_template",
     "tune",
     "verify",

@@ -195,7 +195,7 @@ def _identity(
         "versions": versions.versions(),
         "compiler": versions.source_hash(),
         "templates": registry.identity(),
-        "records": [] if config.tune == "none" else _stamp(stores),
+        "records": [] if config.tune == "none" else stamp(stores),
     }
 
 
@@ -206,7 +206,7 @@ def _wanted(fn: Any, args: Any, kwargs: Any) -> list[bool]:
     return [t.requires_grad for t in (*own, *given) if isinstance(t, torch.Tensor)]
 
 
-def _stamp(stores: Any) -> list[list[Any]]:
+def stamp(stores: Any) -> list[list[Any]]:
     """Tell one state of the files of records and models from another without reading them."""
     found = [(store.path, *models.files(store.folder)) for store in stores.stores]
     files = [path for paths in found for path in paths if path.is_file()]

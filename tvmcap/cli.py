@@ -189,7 +189,8 @@ def _library_verbs(verbs: Any) -> None:
     show.add_argument(
         "--show",
         metavar="PART,...",
-        help="of manifest, passes, kernels, accuracy, tir, tir:NAME, source, source:NAME",
+        help="of manifest, passes, kernels, accuracy, tir, tir:NAME, source, source:NAME; or "
+        "breaks: where torch.compile splits PROGRAM",
     )
     show.add_argument("--accuracy", metavar="FILE", help=_ACCURACY_HELP)
     doctor = _verb(verbs, "doctor", "what this machine has and lacks", json=True)

@@ -174,6 +174,14 @@ class Compiled:
         """
         target = _file(path)
         copy_library(self.path, target)
+        if self.manifest.needs:
+            from tvmcap.view.inspect import needs_text
+
+            logger.warning(
+                "%s does not run with TVM's runtime alone: it needs %s wherever it is loaded",
+                target,
+                needs_text(self.manifest.needs),
+            )
         return target
 
     def __reduce__(self) -> Any:

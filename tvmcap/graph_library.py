@@ -18,7 +18,8 @@ from tvmcap import cache, chain, pipeline, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, Dim
 from tvmcap.base.manifest import Manifest
-from tvmcap.capture import graphs
+from tvmcap.build import stamp
+from tvmcap.capture import custom, graphs
 from tvmcap.capture.partition import Pair
 from tvmcap.kernel import apply, registry
 from tvmcap.kernel.stores import open_stores
@@ -62,12 +63,14 @@ def compile_graph(
     key = cache.key(
         {
             "graph": _text(graph),
+            "operators": custom.identity([n.target for n in graph.graph.nodes]),
             "dims": repr(sorted((dims or {}).items())),
             "config": config.to_json(only_code=True),
             "target": codegen.describe(target),
             "versions": versions.versions(),
             "compiler": versions.source_hash(),
             "templates": registry.identity(),
+            "records": [] if config.tune == "none" else stamp(open_stores(config, target)),
         }
     )
 

@@ -150,12 +150,28 @@ def bisect(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Describe a library."""
+    """Describe a library, or the graph breaks of a program."""
+    if args.show == "breaks":
+        return _breaks(args)
     lib, _ = _library(args, verify=False)
     parts = args.show.split(",") if args.show else ()
     if args.accuracy:
         lib.write_accuracy(args.accuracy)
     write_json(lib.manifest.to_json()) if args.json else write(lib.inspect(*parts))
+    return EXIT_OK
+
+
+def _breaks(args: argparse.Namespace) -> int:
+    """List where torch.compile would split a program, which need not be one that builds."""
+    from tvmcap.capture.breaks import explain_capture
+
+    if args.program.endswith(".so"):
+        raise ConfigError(
+            f"a library is one graph; breaks are those of code, not of {args.program}"
+        )
+    program, _ = _read(args)
+    report = explain_capture(program.fn, program.args or (), program.kwargs)
+    write_json(report.to_json()) if args.json else write(str(report))
     return EXIT_OK
 
 

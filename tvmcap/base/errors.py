@@ -5,7 +5,7 @@ Every message says what was expected, what came, and what to do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tvmcap.base.accuracy import AccuracyReport
@@ -20,7 +20,14 @@ class ConfigError(TvmcapError):
 
 
 class CaptureError(TvmcapError):
-    """PyTorch code could not be turned into a graph."""
+    """PyTorch code could not be turned into a graph.
+
+    Attributes
+    ----------
+    node: the node of the graph at which that failed (a ``torch.fx.Node``), where it was one.
+    """
+
+    node: Any = None
 
 
 class UnsupportedOperatorError(CaptureError):

@@ -28,8 +28,9 @@ class Port:
 
     Attributes
     ----------
-    kind: inputs: "tensor" (of the entry, by ``index``), "size" (a number that shapes tell) or
-        "sized" (a tensor of the entry that only tells a number). Outputs: "tensor" (of the entry,
+    kind: inputs: "tensor" (of the entry, by ``index``), "size" (a number that shapes tell),
+        "number" (a fraction that follows from sizes) or "sized" (a tensor of the entry that only
+        tells a size). Outputs: "tensor" (of the entry,
         by ``index``), "input" (the graph's input ``index``), "size" or "none".
     index: see ``kind``.
     size: the number, for "size" and "sized".

@@ -49,6 +49,7 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
     return convert
 
 
+_POOLS = tuple(f"max_pool{rank}d_with_indices.default" for rank in (2, 3))
 _ON_BOOL = {relax.op.add: relax.op.logical_or, relax.op.multiply: relax.op.logical_and}
 
 
@@ -212,6 +213,32 @@ def _filled(value: int, size: int, like: relax.Expr) -> Any:
     return relax.const(tvm.runtime.from_dlpack(full))
 
 
+def _clamp(node: fx.Node, importer: Any) -> Any:
+    """Bound by numbers; TVM's own makes infinity of a bound that is left out, also for integers."""
+    dtype = out_dtype(node)
+    if "int" not in dtype:
+        return importer.convert_map["clamp.default"](node)
+    a = arguments_of(node, importer)
+    x = cast(importer, a["self"], dtype)
+    for name, op in (("min", relax.op.maximum), ("max", relax.op.minimum)):
+        if a[name] is not None:
+            x = emit(importer, op(x, operand(importer, a[name], dtype)))
+    return x
+
+
+def _first_of(name: str) -> Converter:
+    """Take the first result of TVM's converter, whose others are placeholders."""
+
+    def convert(node: fx.Node, importer: Any) -> Any:
+        found = importer.convert_map[name](node)
+        first = found[0] if isinstance(found, tuple | list | relax.Tuple) else found
+        if not isinstance(first.ty, relax.TensorType):
+            first = emit(importer, relax.TupleGetItem(first, 0))
+        return [first, *[None] * (len(node.meta["val"]) - 1)]
+
+    return convert
+
+
 CONVERTERS: dict[str, Converter] = {
     **PRODUCTS,
     **REDUCTIONS,
@@ -227,6 +254,8 @@ CONVERTERS: dict[str, Converter] = {
     **{f"gt.{kind}": _binary(relax.op.greater) for kind in ("Tensor", "Scalar")},
     **{f"ge.{kind}": _binary(relax.op.greater_equal) for kind in ("Tensor", "Scalar")},
     **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _reversed_subtract),
+    "clamp.default": _clamp,
+    **{name: _first_of(name) for name in _POOLS},
     "_softmax.default": _softmax(relax.op.nn.softmax),
     "_log_softmax.default": _softmax(relax.op.nn.log_softmax),
     "div.Tensor_mode": _divide_rounding,

@@ -10,6 +10,8 @@ from torch._decomp import decomposition_table
 
 from tvmcap.capture.gradients import gradients
 from tvmcap.capture.normalizations import normalizations
+from tvmcap.capture.pooling import pooling
+from tvmcap.capture.scatters import scatters
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -90,4 +92,12 @@ def for_training() -> dict[Any, Callable[..., Any]]:
         and torch.Tag.nondeterministic_seeded not in operator.tags
         and not _decomposes_itself(operator)
     }
-    return {**found, **missing_in_torch(), **normalizations(), **gradients()}
+    own = missing_in_torch() | normalizations() | gradients() | pooling() | scatters()
+    return {**found, **own}
+
+
+def for_inference() -> dict[Any, Callable[..., Any]]:
+    """List the decompositions for tracing without gradients: pooling needs no positions then."""
+    table = for_training()
+    del table[torch.ops.aten.max_pool2d_with_indices.default]
+    return table

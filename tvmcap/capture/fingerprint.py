@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from tvmcap.base.config import Config
-from tvmcap.capture import arguments, shapes
+from tvmcap.capture import arguments, custom, shapes
 from tvmcap.capture.hashing import Walk
 from tvmcap.capture.structure import describe
 
@@ -42,6 +42,7 @@ def fingerprint(
     for device in ("cpu", "cuda"):
         walk.add("autocast", str(torch.is_autocast_enabled(device)))
         walk.add(str(torch.get_autocast_dtype(device)))
+    walk.add("operators", *custom.identity())
     if isinstance(fn, str | os.PathLike):
         with open(fn, "rb") as file:
             walk.add(

@@ -114,13 +114,17 @@ def lay_out(
     )
     places = {node: i for i, (_, node) in enumerate(plain)}
     taken = [
-        Port("tensor", places[n]) if n in places else Port("size", size=known.text(n.meta["val"]))
-        for n in nodes
+        Port("tensor", places[n]) if n in places else _number(n.meta["val"], known) for n in nodes
     ]
     taken += [Port("sized", len(plain) + i, known.text(s)) for i, s in enumerate(sized)]
     entry = Entry(signature, tuple(taken), ports)
     own = tuple(n for _, n in plain)
     return Layout(entry, tuple(labels), tuple(values), own, tuple(results), known)
+
+
+def _number(value: Any, symbols: Symbols) -> Port:
+    whole = isinstance(value, int | torch.SymInt)
+    return Port("size", size=symbols.text(value)) if whole else Port("number")
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -138,7 +142,9 @@ def _untold(nodes: Sequence[fx.Node], values: Sequence[torch.Tensor]) -> list[An
     found: dict[Any, Any] = {}
     for node in nodes:
         size = node.meta.get("val")
-        if isinstance(size, torch.SymInt) and size.node.expr not in told:
+        if not isinstance(size, torch.SymInt) or not size.node.expr.is_symbol:
+            continue
+        if size.node.expr not in told:
             found.setdefault(size.node.expr, size)
     return list(found.values())
 

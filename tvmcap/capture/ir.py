@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
 from tvmcap.base.errors import CaptureError
-from tvmcap.capture import source
+from tvmcap.capture import custom, source
 from tvmcap.capture.converters import CONVERTERS
 from tvmcap.capture.fractions import scalar
 from tvmcap.capture.operators import WRONG, operator_name
@@ -90,10 +90,7 @@ def _translate(
 ) -> None:
     for node in graph.nodes:
         if node.op == "placeholder" and node not in importer.env:
-            size = node.meta.get("val")
-            importer.env[node] = (
-                symbols.expr(size) if isinstance(size, torch.SymInt) else constants.get(node.name)
-            )
+            importer.env[node] = _input(importer, node, constants, symbols)
         elif node.op == "call_function":
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt | int):
@@ -102,6 +99,18 @@ def _translate(
                 importer.env[node] = scalar(importer, value.node.expr)
             elif isinstance(value, torch.Tensor | tuple | list):
                 importer.env[node] = _convert(importer, node, symbols)
+
+
+def _input(
+    importer: ExportedProgramImporter, node: fx.Node, constants: _Constants, symbols: Symbols
+) -> Any:
+    """Return what an input that is no tensor of a call stands for."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        return symbols.expr(value)
+    if isinstance(value, torch.SymFloat):
+        return scalar(importer, value.node.expr)
+    return constants.get(node.name)
 
 
 class _Constants:
@@ -124,22 +133,27 @@ class _Constants:
 
 
 def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols) -> Any:
-    name = node.target.__name__
+    name, registered = node.target.__name__, custom.find(node.target)
     try:
-        if name in CONVERTERS:
+        if registered is not None:
+            result = custom.convert(node, importer, registered)
+        elif name in CONVERTERS:
             result = CONVERTERS[name](node, importer)
         else:
             result = importer.convert_map[name](node)
         return _agree(importer, result, node.meta["val"], symbols)
-    except CaptureError:
+    except CaptureError as e:
+        e.node = node
         raise
     except Exception as e:
-        raise CaptureError(
+        error = CaptureError(
             f"the importer cannot translate {operator_name(node)} with {_describe(node)}, at"
             f" {source.of_node(node) or 'an unknown line'}: {_first_line(e)}. Write it with other"
             " operators, or keep it"
             " outside the function"
-        ) from e
+        )
+        error.node = node
+        raise error from e
 
 
 def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: Symbols) -> Any:
@@ -151,6 +165,9 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
         if isinstance(result, tuple | list):
             pairs = zip(result, value, strict=False)
             return [None if r is None else _agree(importer, r, v, symbols) for r, v in pairs]
+        if isinstance(result.ty, relax.TensorType):  # the importer gives the first result alone
+            first = _agree(importer, result, value[0], symbols)
+            return [first, *[None] * (len(value) - 1)]
         return result
     if not isinstance(result, relax.Expr) or not isinstance(result.ty, relax.TensorType):
         raise ValueError(f"no tensor came out, but {type(result).__name__}")

@@ -16,7 +16,7 @@ from tvmcap.base.errors import (
     MutationError,
     UnsupportedOperatorError,
 )
-from tvmcap.capture import source
+from tvmcap.capture import custom, source
 from tvmcap.capture.decompositions import missing_in_torch
 
 _aten = torch.ops.aten
@@ -60,6 +60,7 @@ WRONG = frozenset(
         "cond",
         "_assert_async.default",
         "_assert_async.msg",
+        "grid_sampler_2d.default",
     }
 )
 
@@ -119,10 +120,12 @@ def _is_scalar(node: fx.Node) -> bool:
 def is_known(node: fx.Node, known: Collection[str]) -> bool:
     """Whether the importer translates ``node``.
 
-    Its table has bare names, so other namespaces are refused first.
+    Its table has bare names, so other namespaces are refused unless they are registered.
     """
     name = getattr(node.target, "__name__", "")
     if name == "getitem":
+        return True
+    if custom.find(node.target) is not None:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False

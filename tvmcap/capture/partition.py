@@ -65,7 +65,7 @@ def partition(graph: fx.GraphModule, outputs: int, memory_budget: float) -> Pair
 
 def _cut(graph: fx.GraphModule, outputs: int, budget: float) -> Pair:
     config: Any = importlib.import_module("torch._functorch.config")
-    joint = fx.GraphModule(graph, _copy(graph.graph))
+    joint = copy(graph)
     if budget == 1:
         _save_operands(joint)
     try:
@@ -81,14 +81,18 @@ def _cut(graph: fx.GraphModule, outputs: int, budget: float) -> Pair:
     return _save_bases(forward, backward, outputs)
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
+def copy(graph: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph; what its nodes know of their values is shared."""
+    return fx.GraphModule(graph, _copy(graph.graph))
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     output = new.graph_copy(graph, values)
     new.output(output)
-    for node, copy in values.items():
-        copy.meta = dict(node.meta)
+    for node, twin in values.items():
+        twin.meta = dict(node.meta)
     return new
 
 

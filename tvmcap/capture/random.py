@@ -6,6 +6,7 @@ that the forward one used.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tvmcap.base.errors import CaptureError
 from tvmcap.base.training import DRAWS
 from tvmcap.capture import source
+from tvmcap.capture.size_nodes import Sizes
 
 _aten = torch.ops.aten
 _MADE = {f"aten.{name}": name for name in DRAWS}
@@ -66,6 +68,42 @@ def lift_draws(graph: fx.GraphModule, mode: FakeTensorMode) -> tuple[Draw, ...]:
     return tuple(draws)
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def draw_first(graph: fx.GraphModule) -> None:
+    """Draw the masks of dropout out of sizes alone, so that no kernel has to wait for them.
+
+    The numbers are those of eager: a mask depends on the shape, the dtype and the generator.
+    """
+    sizes = Sizes(graph.graph)
+    for node in [n for n in graph.graph.nodes if n.target is _aten.native_dropout.default]:
+        x, p, train = node.args
+        value = x.meta["val"]
+        shape = [sizes.argument(size) for size in value.shape]
+        plain = axes_in_memory(value) == tuple(range(value.ndim))
+        if not (train and 0 < p < 1 and plain) or any(size is None for size in shape):
+            continue
+        with graph.graph.inserting_before(node):
+            add = graph.graph.call_function
+            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            like = add(_aten.empty.memory_format, (shape,), options)
+            drawn = add(_aten.native_dropout.default, (like, p, True))
+            mask = add(operator.getitem, (drawn, 1))
+            kept = add(_aten._to_copy.default, (mask,), {"dtype": value.dtype})
+            scaled = add(_aten.mul.Tensor, (kept, 1.0 / (1.0 - p)))
+            result = add(_aten.mul.Tensor, (x, scaled))
+        drawn.meta["val"], mask.meta["val"] = node.meta["val"], node.meta["val"][1]
+        for new in (like, kept, scaled, result):
+            new.meta["val"] = node.meta["val"][0]
+        for user in list(node.users):
+            user.replace_all_uses_with((result, mask)[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+
+
 def add_input(graph: fx.GraphModule, value: Any) -> fx.Node:
     """Append an input to the forward part of a joint graph; ``value`` describes it."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -77,9 +115,9 @@ def add_input(graph: fx.GraphModule, value: Any) -> fx.Node:
 
 
 def _lift(graph: fx.GraphModule, node: fx.Node, name: str) -> Draw:
-    operator = _MADE.get(str(node.target))
+    name_of = _MADE.get(str(node.target))
     numbers = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
-    if operator is None or any(isinstance(a, fx.Node) for a in node.args[1:]):
+    if name_of is None or any(isinstance(a, fx.Node) for a in node.args[1:]):
         raise CaptureError(
             f"{node.target} draws random numbers whose distribution is not fixed, at "
             f"{source.of_node(node) or 'an unknown line'}. Draw them outside and pass them as an "
@@ -91,7 +129,7 @@ def _lift(graph: fx.GraphModule, node: fx.Node, name: str) -> Draw:
     graph.graph.erase_node(node)
     first = node.args[0] if node.args else None
     like = first.meta["val"] if isinstance(first, fx.Node) else value
-    return Draw(name, operator, value, like.dtype, _order(value), tuple(map(float, numbers)))
+    return Draw(name, name_of, value, like.dtype, axes_in_memory(value), tuple(map(float, numbers)))
 
 
 def _lift_dropout(
@@ -106,7 +144,12 @@ def _lift_dropout(
     if train and 0 < p < 1:
         mask = add_input(graph, mask_value)
         draw = Draw(
-            name, "dropout", mask_value, source_value.dtype, _order(source_value), (float(p),)
+            name,
+            "dropout",
+            mask_value,
+            source_value.dtype,
+            axes_in_memory(source_value),
+            (float(p),),
         )
         with graph.graph.inserting_before(node):
             kept = _emit(graph, mode, _aten._to_copy.default, mask, dtype=source_value.dtype)
@@ -131,7 +174,7 @@ def _emit(graph: fx.GraphModule, mode: FakeTensorMode, op: Any, *args: Any, **kw
     return node
 
 
-def _order(value: torch.Tensor) -> tuple[int, ...]:
+def axes_in_memory(value: torch.Tensor) -> tuple[int, ...]:
     """Axes from the largest stride to the smallest; the natural order where strides are symbols."""
     strides: Sequence[Any] = value.stride()
     hints = [s if isinstance(s, int) else s.node.hint for s in strides]

@@ -36,6 +36,7 @@ class Served:
         knobs.
     tunable: whether tuning could do something for this kernel.
     reason: why no record serves it, and no template that would be faster.
+    operator: the custom operator of PyTorch that the kernel calls, or "".
     """
 
     task: str
@@ -45,6 +46,7 @@ class Served:
     records: dict[str, str] = field(default_factory=dict)
     ranges: dict[str, str] = field(default_factory=dict)
     reason: str = ""
+    operator: str = ""
 
     @property
     def tuned(self) -> bool:
@@ -73,8 +75,7 @@ def schedule(
         if not isinstance(func, tirx.PrimFunc):
             continue
         if "tvmcap.vendor" in (func.attrs or {}):
-            why = "left to torch's kernel by vendor_matmul"
-            coverage.append(Served(gvar.name_hint, f"{VENDOR}torch", 1, reason=why))
+            coverage.append(_left_to_torch(gvar.name_hint, func))
             continue
         task = found.get(gvar.name_hint)
         if task is None:
@@ -141,10 +142,19 @@ def _with_few_rows(
     return [(bound, kernel), (None, func)], {f"<={bound}": name, "any": "tensor cores"}
 
 
+def _left_to_torch(name: str, func: Any) -> Served:
+    operator = func.attrs.get("tvmcap.operator")
+    if operator is None:
+        return Served(name, f"{VENDOR}torch", 1, reason="left to torch's kernel by vendor_matmul")
+    why = f"custom operator {operator}, registered with lower='eager'"
+    return Served(name, f"{VENDOR}torch", 1, False, reason=why, operator=str(operator))
+
+
 def needs(coverage: Sequence[Served]) -> tuple[str, ...]:
-    """Name the packages that kernels are left to."""
+    """Name the packages that kernels are left to, and the custom operators among them."""
     left = (s.served_by for s in coverage if s.served_by.startswith(VENDOR))
-    return tuple(sorted({name.removeprefix(VENDOR) for name in left}))
+    operators = {f"operator:{s.operator}" for s in coverage if s.operator}
+    return tuple(sorted({name.removeprefix(VENDOR) for name in left} | operators))
 
 
 def _reason(task: tasks.Task, target: Any, missing: str) -> str:

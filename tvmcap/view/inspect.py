@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvmcap.base.errors import ConfigError, LibraryError
@@ -71,6 +71,8 @@ def manifest_text(manifest: Manifest) -> str:
         f"kernels    {manifest.kernels_per_call} a call",
         f"frozen     {', '.join(manifest.frozen) or 'nothing'}",
     ]
+    if manifest.needs:
+        lines.append(f"needs      {needs_text(manifest.needs)}")
     if manifest.weights is not None:
         lines.append(f"weights    {len(manifest.weights.names)} in {manifest.weights.file}")
     if manifest.peak_bytes is not None:
@@ -80,6 +82,12 @@ def manifest_text(manifest: Manifest) -> str:
     if manifest.key:
         lines.append(f"cache key  {manifest.key}")
     return "\n".join([*lines, "signature", signature_text(manifest.signature)])
+
+
+def needs_text(needs: Sequence[str]) -> str:
+    """Say what a library cannot run without, besides TVM's runtime."""
+    named = [name.replace("operator:", "custom operator ") for name in needs]
+    return ", ".join(sorted(named, key=lambda name: name.startswith("custom")))
 
 
 def kernels_text(manifest: Manifest) -> str:

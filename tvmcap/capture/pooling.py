@@ -1,0 +1,105 @@
+"""Gradients of average pooling, as products with one matrix a dimension.
+
+Averaging over a box is averaging along each axis in turn; the matrix of an axis has a row a window
+and a column a place, and the gradient is a product with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def _pull(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Multiply the last ``len(matrices)`` axes of ``grad`` by one matrix each."""
+    first = grad.dim() - len(matrices)
+    for i, matrix in enumerate(matrices):
+        grad = (grad.movedim(first + i, -1) @ matrix.to(grad.dtype)).movedim(-1, first + i)
+    return grad
+
+
+def _adaptive(windows: int, places: int, device: torch.device) -> torch.Tensor:
+    """Matrix of adaptive pooling: window i reaches from floor(i n / w) to ceil((i + 1) n / w)."""
+    window = torch.arange(windows, device=device)
+    start = (window * places) // windows
+    end = ((window + 1) * places + windows - 1) // windows
+    return _matrix(start, end, end - start, places)
+
+
+def _strided(
+    windows: int,
+    places: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    count_padding: bool,
+    like: Any,
+) -> torch.Tensor:
+    """Matrix of pooling with a kernel; a window counts the padding it covers, or not."""
+    start = torch.arange(windows, device=like.device) * stride - padding
+    end = start + kernel
+    inside = end.clamp(max=places) - start.clamp(min=0)
+    counted = end.clamp(max=places + padding) - start if count_padding else inside
+    return _matrix(start, end, counted, places)
+
+
+def _matrix(
+    start: torch.Tensor, end: torch.Tensor, count: torch.Tensor, places: int
+) -> torch.Tensor:
+    place = torch.arange(places, device=start.device)
+    inside = (place >= start.unsqueeze(-1)) & (place < end.unsqueeze(-1))
+    return inside.to(torch.float32) / count.unsqueeze(-1)
+
+
+def adaptive_average_backward(grad: torch.Tensor, x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Write ``aten._adaptive_avg_pool2d_backward`` and the 3-d one."""
+    sizes = zip(grad.shape[-rank:], x.shape[-rank:], strict=True)
+    return _pull(grad, [_adaptive(windows, places, x.device) for windows, places in sizes])
+
+
+def average_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+    rank: int,
+) -> torch.Tensor:
+    """Write ``aten.avg_pool2d_backward`` and the 3-d one."""
+    kernel, padding = _full(kernel, rank), _full(padding, rank)
+    stride = _full(stride, rank) if len(stride) else kernel
+    matrices = []
+    for axis in range(rank):
+        windows, places = grad.shape[axis - rank], x.shape[axis - rank]
+        size = kernel[axis]
+        matrix = _strided(windows, places, size, stride[axis], padding[axis], count_include_pad, x)
+        if divisor_override is not None:
+            matrix = (matrix > 0).to(torch.float32)
+        matrices.append(matrix)
+    total = _pull(grad, matrices)
+    return total if divisor_override is None else total / divisor_override
+
+
+def _full(values: Sequence[int], rank: int) -> list[int]:
+    return list(values) * rank if len(values) == 1 else list(values)
+
+
+def pooling() -> dict[Any, Callable[..., Any]]:
+    """List them by operator."""
+
+    def of(rule: Callable[..., Any], rank: int) -> Callable[..., Any]:
+        return lambda *args: rule(*args, rank=rank)
+
+    return {
+        _aten._adaptive_avg_pool2d_backward.default: of(adaptive_average_backward, 2),
+        _aten._adaptive_avg_pool3d_backward.default: of(adaptive_average_backward, 3),
+        _aten.avg_pool2d_backward.default: of(average_backward, 2),
+        _aten.avg_pool3d_backward.default: of(average_backward, 3),
+    }

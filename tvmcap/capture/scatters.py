@@ -1,0 +1,79 @@
+"""Operators that write into a copy of a tensor or read its memory, as functions of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def index_put(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """Write ``aten.index_put`` as a scatter along one axis.
+
+    For whole-number indices of axes next to each other, whose places are numbered then.
+    """
+    used = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return NotImplemented
+    first, front = used[0], list(range(len(used)))
+    if used != [first + i for i in front]:
+        return NotImplemented
+    sizes = [x.shape[axis] for axis in used]
+    whole = [torch.where(i < 0, i + size, i) for i, size in zip(given, sizes, strict=True)]
+    place = whole[0]
+    for index, size in zip(whole[1:], sizes[1:], strict=True):
+        place = place * size + index
+    rest = [size for axis, size in enumerate(x.shape) if axis not in used]
+    flat = x.movedim(used, front).reshape(math.prod(sizes), *rest)
+    put = values.expand([*rest[:first], *place.shape, *rest[first:]])
+    ranks = list(range(place.dim()))
+    put = put.movedim([first + i for i in ranks], ranks).reshape(place.numel(), *rest)
+    where = place.reshape(-1, *[1] * len(rest)).expand(put.shape)
+    write = _aten.scatter_add.default if accumulate else _aten.scatter.src
+    return write(flat, 0, where, put).reshape(*sizes, *rest).movedim(front, used)
+
+
+def diagonal_scatter(
+    x: torch.Tensor, values: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    """Write ``aten.diagonal_scatter`` as a choice, at each place, of x or of the diagonal."""
+    moved = x.movedim((dim1, dim2), (-2, -1))
+    row = torch.arange(moved.shape[-2], device=x.device)
+    column = torch.arange(moved.shape[-1], device=x.device)
+    along = row if offset >= 0 else column
+    picked = values[..., along.clamp(max=values.shape[-1] - 1)]
+    picked = picked.unsqueeze(-1 if offset >= 0 else -2)
+    on = column == row.unsqueeze(-1) + offset
+    return torch.where(on, picked, moved).movedim((-2, -1), (dim1, dim2))
+
+
+def as_strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    """Write ``aten.as_strided`` of a contiguous tensor as a look-up of places in memory."""
+    if not x.is_contiguous():
+        return NotImplemented
+    rank, place = len(size), torch.full((), offset or 0, dtype=torch.int64, device=x.device)
+    for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
+        along = torch.arange(extent, device=x.device) * step
+        place = place + along.reshape(-1, *[1] * (rank - 1 - axis))
+    return x.reshape(-1)[place]
+
+
+def scatters() -> dict[Any, Callable[..., Any]]:
+    """List them by operator; torch's decompositions change tensors in place, or there are none."""
+    return {
+        _aten.index_put.default: index_put,
+        _aten.diagonal_scatter.default: diagonal_scatter,
+        _aten.as_strided.default: as_strided,
+    }
