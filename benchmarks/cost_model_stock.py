@@ -101,7 +101,8 @@ class StockSession(Session):
                 self._context.pre_tuning(1 << 20, count, spaces, self._database, self._model)
                 self._started = True
             found = list(self._context.generate_measure_candidates() or [])
-        return [self._proposal(measured) for measured in found[:count]]
+        proposals = [self._proposal(measured) for measured in found]
+        return [p for p in proposals if canonical(p.trace) not in self.done][:count]
 
     def _proposal(self, measured: Any) -> Proposal:
         trace = plain_json(measured.sch.trace.as_json())

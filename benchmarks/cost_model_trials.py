@@ -4,12 +4,12 @@
         --cores-per-worker 2 [--budget SECONDS] [--trials 64] [--seeds 5] [--only TASK,...]
     python benchmarks/cost_model_trials.py show --logs DIR [--json OUT] [--trials 64]
 
-Both searches have MetaSchedule's rules, start from nothing but them, propose as many candidates at
-a time, and are measured and checked alike. Ours has a model of the records of other tasks (DIR of
-cost_model_llvm.py), so never of the task it searches; the rule's own kernel, with which ``tune``
-starts, is left out. MetaSchedule's has its defaults: evolution of 512 candidates in 4 generations,
-and its XGBModel, which predicts by chance for the first 100 samples; ``eager`` is the same with a
-model from the first batch on. A search is a folder of records, and goes on where it was.
+Both searches have MetaSchedule's rules, start from nothing but them, and are measured and checked
+alike. Ours has a model of the records of other tasks (DIR of cost_model_llvm.py), so never of the
+task it searches; ``product`` is the same with the rule's own kernel first, as ``tune`` does it.
+MetaSchedule's has its defaults: evolution of 512 candidates in 4 generations, and its XGBModel,
+which predicts by chance for the first 100 samples; ``eager`` is the same with a model from the
+first batch on. A search is a folder of records, and goes on where it was.
 """
 
 from __future__ import annotations

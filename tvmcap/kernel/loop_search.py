@@ -182,17 +182,17 @@ def _strategy() -> Any:
     )
 
 
-def unlike(rows: Any, order: Sequence[int], count: int) -> list[int]:
+def unlike(rows: Any, order: Sequence[int], count: int, apart: float = _APART) -> list[int]:
     """Return the first ``count`` of an order of rows that differ, then those that are left.
 
-    Rows differ by more than ``_APART`` in the sum of squares over columns of unit variance.
+    Rows differ by more than ``apart`` in the sum of squares over columns of unit variance.
     """
     scaled = (rows - rows.mean(0)) / (rows.std(0) + 1e-6)
     chosen: list[int] = []
     for i in order:
         if len(chosen) == count:
             return chosen
-        if not chosen or ((scaled[chosen] - scaled[i]) ** 2).sum(1).min() > _APART:
+        if not chosen or ((scaled[chosen] - scaled[i]) ** 2).sum(1).min() > apart:
             chosen.append(i)
     taken = set(chosen)
     return chosen + [i for i in order if i not in taken][: count - len(chosen)]
