@@ -87,7 +87,7 @@ def nest_features(func: Any, target: Any) -> list[float]:
 
 def stored(row: Iterable[float]) -> list[float]:
     """Return features as records hold them, to five digits; whole numbers take less room."""
-    return [_short(float(value)) for value in row]
+    return [_short(float(value)) for value in np.fromiter(row, np.float32)]
 
 
 def _short(value: float) -> float:

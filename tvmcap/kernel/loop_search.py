@@ -28,9 +28,9 @@ from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
 
 _POPULATION = 64
-_GENERATIONS = 2
+_GENERATIONS = 1
 _FRESH = 32
-_FIRST_GROWTHS = 2
+_FIRST_GROWTHS, _BATCHES_A_GROWTH = 2, 2
 _POOL = 512
 _MANY = 1 << 20
 _TRIES = 3
@@ -80,6 +80,7 @@ class LoopNestSession(Session):
         self._rng = np.random.default_rng(seed)
         self._growing: Future[None] | None = None
         self._started = False
+        self._batches = 0
         self._grow(_FIRST_GROWTHS)
 
     def propose(self, count: int) -> list[Proposal]:
@@ -96,7 +97,9 @@ class LoopNestSession(Session):
                 self._grow()
                 self.settle()
             first += self._best(count)
-            self._grow()
+            self._batches += 1
+            if self._batches % _BATCHES_A_GROWTH == 0:
+                self._grow()
         return first
 
     def settle(self) -> None:

@@ -299,9 +299,6 @@ def _median(record: Record | None) -> float | None:
 
 
 def _top(session: Session, confirmed: set[str]) -> list[Record]:
-    good = [
-        r
-        for r in session.latest().values()
-        if r.median_us is not None and r.candidate not in confirmed
-    ]
+    known = session.latest().values()
+    good = [r for r in known if r.median_us is not None and r.candidate not in confirmed]
     return sorted(good, key=lambda r: r.median_us or 0.0)[:_CONFIRMED]
