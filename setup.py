@@ -1,6 +1,6 @@
 """Packaging of tvmcap.
 
-`tvmcap/schedules` and `tvmcap/tuning_logs` are links to the folders at the top.
+`tvmcap/schedules`, `tvmcap/tuning_logs` and `tvmcap/cpp` are links to the folders at the top.
 """
 
 import re
@@ -21,6 +21,14 @@ CUDA = [  # nvcc 13.0 and what it needs, so that a machine without the toolkit c
 
 REPORT = ["matplotlib>=3.10,<4"]  # the figures of `tvmcap report -o FILE`
 
+SERVE = [  # the HTTP server of `tvmcap serve`
+    "uvicorn>=0.40,<1",
+    "starlette>=1.0,<2",
+    "httptools>=0.6.3",
+    "uvloop>=0.21",
+    "prometheus-client>=0.20",
+]
+
 setup(
     name="tvmcap",
     version=VERSION,
@@ -30,7 +38,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["tvmcap", "tvmcap.*"]),
-    package_data={"tvmcap": ["py.typed", "tuning_logs/**/*"]},
+    package_data={"tvmcap": ["py.typed", "tuning_logs/**/*", "cpp/*"]},
     install_requires=[
         "apache-tvm==0.27.0.post1",
         "apache-tvm-ffi>=0.1.14.post0,<0.1.15",  # 0.1.15 crashes this TVM in its first save_json
@@ -48,9 +56,12 @@ setup(
     extras_require={
         "cuda": CUDA,
         "report": REPORT,
+        "serve": SERVE,
         "dev": [
             *CUDA,
             *REPORT,
+            *SERVE,
+            "tritonclient[http]>=2.60",  # what the server is tested with
             "pytest>=8",
             "pytest-xdist",
             "ruff==0.17.6",

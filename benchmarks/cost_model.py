@@ -6,9 +6,12 @@ ours with MetaSchedule's features of each store, too (stores). ``zero_trial`` is
 the best time over that of the pick that ``tvmcap.build`` would make, the geometric mean over
 shapes; ``search_N`` the best time over the best of N trials of the search that ``tvmcap.tune``
 runs, replayed on records: with the model (ours), without one (prior), of candidates drawn (random).
-The section ``transfer`` has what records of one dtype tell of another, or those of one processor.
+The section ``transfer`` has what records of one dtype tell of another, or those of one processor;
+``unseen`` has the metrics on products that ``--unseen`` holds and that the constants of the
+estimate were not fitted to either, by models that learnt from all others.
 
-    python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--template NAME] [--write FOLDER]
+    python benchmarks/cost_model.py --json OUT [--logs FOLDER] [--unseen FOLDER]
+        [--template NAME] [--write FOLDER]
     python benchmarks/cost_model.py --json OUT --target llvm [--logs FOLDER] [--write FOLDER]
 """
 
@@ -24,10 +27,10 @@ from typing import Any
 
 import numpy as np
 from common import ROOT, meta
-from cost_model_load import load
+from cost_model_load import load, load_records
 from cost_model_metrics import CLOSE, EXHAUSTIVE, NAMES, ceiling, dropped, evaluated, measured
 from cost_model_replay import TRIALS, drawn, replay, replayed, search_metrics
-from cost_model_split import EPILOGUES, epilogue_of, pair_of, split
+from cost_model_split import EPILOGUES, epilogue_of, in_random_order, pair_of, split
 from cost_model_stock import Stock
 from cost_model_transfer import transfer
 
@@ -36,6 +39,7 @@ from tvmcap.kernel.cost_model import PRIOR, RankModel
 from tvmcap.kernel.dataset import Group, data_hash, group_name
 from tvmcap.kernel.records import Record
 
+SAMPLES = Path(__file__).with_name("records")
 FURTHER = ("zero_trial", *(f"search_{n}" for n in TRIALS))
 LEAST = 8
 """Candidates that a group must have to be tested on."""
@@ -78,7 +82,18 @@ def evaluate(
     stock: Stock | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of each order on what one seed holds out."""
-    train, test = split(groups, names, seed)
+    return judged(*split(groups, names, seed), template, target, seed, stock)
+
+
+def judged(
+    train: Sequence[Group],
+    test: Sequence[Group],
+    template: Any,
+    target: Any,
+    seed: int,
+    stock: Stock | None = None,
+) -> dict[str, dict[str, float]]:
+    """Return the metrics on some groups of each order, learnt from others."""
     test = [g for g in test if measured(g)[0].sum() >= LEAST]
     if not train or not test:
         raise SystemExit(f"{len(train)} groups to learn from and {len(test)} to test on: too few")
@@ -107,21 +122,26 @@ def over_seeds(runs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
     return table
 
 
-def timed_twice(records: Sequence[Record]) -> list[list[tuple[float, float]]]:
+def timed_twice(
+    records: Sequence[Record], second: Sequence[Record]
+) -> list[list[tuple[float, float]]]:
     """Return, a group, the first and last time of the candidates measured more than once."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for r in records:
+    for r in (*records, *second):
         if r.median_us is not None:
             found[group_name(r.workload_hash, r.sizes)][r.candidate].append(r.median_us)
     return [[(t[0], t[-1]) for t in g.values() if len(t) > 1] for g in found.values()]
 
 
 def describe(
-    groups: Sequence[Group], records: Sequence[Record], names: Mapping[str, str]
+    groups: Sequence[Group],
+    records: Sequence[Record],
+    second: Sequence[Record],
+    names: Mapping[str, str],
 ) -> dict[str, Any]:
     """Count what there is, and say what measuring again would give."""
     times = [measured(g)[1] for g in groups]
-    share, count = ceiling(timed_twice(records))
+    share, count = ceiling(timed_twice(records, second))
     return {
         "records": len(records),
         "candidates": int(sum(len(g.times_us) for g in groups)),
@@ -172,6 +192,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--logs", type=Path, action="append", help="folders of records")
     parser.add_argument("--target", default="cuda", help="cuda or llvm")
+    parser.add_argument(
+        "--unseen", type=Path, default=SAMPLES / "unseen", help="records that nothing was fitted to"
+    )
+    parser.add_argument(
+        "--again", type=Path, default=SAMPLES / "again", help="candidates measured a second time"
+    )
     parser.add_argument("--template", help="default: hopper_gemm, and loop_nest for llvm")
     parser.add_argument("--epilogues", type=Path, default=EPILOGUES, help="names, by digest")
     parser.add_argument("--any-source", action="store_true", help="earlier sources' records, too")
@@ -184,7 +210,8 @@ def main() -> None:
     groups, template = data.groups, data.template
     if not groups:
         raise SystemExit(f"no record of today's {template.name} among {len(data.records)}")
-    about = {**describe(groups, data.records, names), "machine": data.machine}
+    second = load_records(options.target, [options.again], options.template)
+    about = {**describe(groups, data.records, second, names), "machine": data.machine}
     seeds = range(options.seeds)
     rows = over_seeds(
         [evaluate(groups, template, data.target, names, s, data.stock) for s in seeds]
@@ -195,8 +222,20 @@ def main() -> None:
     across = over_seeds([run for run in moved if run is not None])
     if across:
         print(table(across))
+    unseen = {}
+    if new := load_records(options.target, [options.unseen], options.template):
+        fresh = models.groups(new, template, data.target, options.any_source)
+        unseen = over_seeds(
+            [judged(groups, in_random_order(fresh, s), template, data.target, s) for s in seeds]
+        )
+        print(table(unseen))
     if options.json:
-        sections = {"data": about, "transfer": across, "metas": meta(("kernel", "schedules"))}
+        sections = {
+            "data": about,
+            "transfer": across,
+            "unseen": unseen,
+            "metas": meta(("kernel", "schedules")),
+        }
         write(options.json, options.target, rows, sections)
     if options.write:
         model = models.train(data.records, template, data.target, any_source=options.any_source)

@@ -43,19 +43,29 @@ class Data:
     machine: str
 
 
-def load(kind: str, folders: Sequence[Path], name: str | None, any_source: bool) -> Data:
-    """Return the records of a template, by default hopper_gemm or loop nests, in folders."""
+def template_of(kind: str, name: str | None) -> Any:
+    """Return the template of a name, by default hopper_gemm or loop nests."""
     kinds: dict[str, Any] = {t.name: t for t in (*TEMPLATES, LOOP_NESTS)}
     chosen = name or ("hopper_gemm" if kind == "cuda" else LOOP_NESTS.name)
     if chosen not in kinds:
         raise SystemExit(f"--template {chosen}: expected one of {', '.join(kinds)}")
-    template = kinds[chosen]
-    records = [
+    return kinds[chosen]
+
+
+def load_records(kind: str, folders: Sequence[Path], name: str | None) -> list[Record]:
+    """Return the records of a template in folders."""
+    chosen = template_of(kind, name).name
+    return [
         r
         for f in folders
         for r in RecordStore(f).records
         if (r.template or LOOP_NESTS.name) == chosen and r.target["kind"] == kind
     ]
+
+
+def load(kind: str, folders: Sequence[Path], name: str | None, any_source: bool) -> Data:
+    """Return what the records of a template, by default hopper_gemm or loop nests, tell."""
+    template, records = template_of(kind, name), load_records(kind, folders, name)
     if template is LOOP_NESTS:
         return _loops(records)
     target = make_target({"kind": "cuda", "arch": "sm_90a"} if kind == "cuda" else kind)

@@ -47,6 +47,12 @@ def split(
     return [g for g in groups if id(g) not in tested], [shuffled(g, rng) for g in test]
 
 
+def in_random_order(groups: Sequence[Group], seed: int) -> list[Group]:
+    """Return groups with their candidates in random order."""
+    rng = np.random.default_rng(seed)
+    return [shuffled(g, rng) for g in groups]
+
+
 def shuffled(group: Group, rng: np.random.Generator) -> Group:
     """Return a group in random order: stores have the fastest first, whom ties would favour."""
     order = rng.permutation(len(group.times_us))

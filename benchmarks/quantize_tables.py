@@ -41,6 +41,9 @@ def summary(rows: Sequence[Row]) -> Row:
         "int8_tops_alone_at_8192_cubed": cube.get("tops_alone"),
         "e4m3_least_vs_bf16": least("e4m3", "bf16"),
         "e4m3_least_vs_scaled_mm": least("e4m3", "scaled_mm"),
+        "e4m3_alone_least_vs_scaled_mm": min(
+            (round(v, 4) for r in found if "failed" not in r and (v := _alone(r))), default=None
+        ),
     }
 
 
@@ -50,7 +53,8 @@ def table(us: Callable[[Any], str]) -> Callable[[Sequence[Row]], Table]:
     def make(rows: Sequence[Row]) -> Table:
         head = ["M", "K", "N", "scheme", "tvmcap, us", "product alone, us", "TOPS alone"]
         head += [f"{label}, us" for label in _COLUMNS.values()]
-        head += [f"over {label}" for label in _COLUMNS.values()] + ["SQNR, dB"]
+        head += [f"over {label}" for label in _COLUMNS.values()]
+        head += ["alone over _scaled_mm", "SQNR, dB"]
         body = []
         for r in rows:
             size = [*(str(r[name]) for name in "MKN"), r["scheme"]]
@@ -61,10 +65,35 @@ def table(us: Callable[[Any], str]) -> Callable[[Sequence[Row]], Table]:
             own = [us(r["ours_us"]), us(r["kernel_us"]), f"{r['tops_alone']:.0f}"]
             times = [us(r["baselines_us"].get(name)) for name in _COLUMNS]
             ratios = [_x(r["ratios"].get(name)) for name in _COLUMNS]
-            body.append([*size, *own, *times, *ratios, f"{r['sqnr_db']:.1f}"])
+            body.append([*size, *own, *times, *ratios, _x(_alone(r)), f"{r['sqnr_db']:.1f}"])
         return head, body
 
     return make
+
+
+def cpu_table(us: Callable[[Any], str]) -> Callable[[Sequence[Row]], Table]:
+    """One line a batch size on a CPU: ours in int8 and float32, PyTorch's, the ratios."""
+    others = ("ours float32", "torch int8", "torch float32")
+
+    def make(rows: Sequence[Row]) -> Table:
+        head = ["batch", "tvmcap int8, us", "tvmcap float32, us", "PyTorch int8, us"]
+        head += ["PyTorch float32, us", "over tvmcap float32", "over PyTorch int8"]
+        head += ["SQNR, dB", "PyTorch's, dB"]
+        body = []
+        for r in rows:
+            times = [us(r["baselines_us"][name]) for name in others]
+            ratios = [_x(r["speedup_vs_float32"]), _x(r["speedup_vs_torch_int8"])]
+            noise = [f"{r['sqnr_db'][name]:.1f}" for name in ("ours", "torch int8")]
+            body.append([str(r["M"]), us(r["ours_us"]), *times, *ratios, *noise])
+        return head, body
+
+    return make
+
+
+def _alone(row: Row) -> float | None:
+    """Return the time of PyTorch's e4m3 product over that of ours with its epilogue."""
+    theirs = row["baselines_us"].get("scaled_mm")
+    return theirs and theirs["median"] / row["kernel_us"]["median"]
 
 
 def _x(value: float | None) -> str:

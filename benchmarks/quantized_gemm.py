@@ -93,7 +93,7 @@ def write(mod: Any, path: Path, logs: str | None) -> Any:
     from tvmcap.base.manifest import Manifest
     from tvmcap.kernel.choice import Chooser
     from tvmcap.kernel.stores import open_stores
-    from tvmcap.library import export, lower, weights
+    from tvmcap.library import arena, export, lower, weights
 
     target, trace = gemm.target(), pipeline.Trace()
     config = make_config(None, target="cuda:sm_90a", log_dir=logs)
@@ -112,6 +112,7 @@ def write(mod: Any, path: Path, logs: str | None) -> Any:
         signature=_signature(names, params),
         coverage=tuple(s.to_json() for s in trace.coverage),
         kernels_per_call=pipeline.count_kernels(planned),
+        arena=arena.sizes(planned),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     return export.write(lower.lower(bare, target), path, manifest)

@@ -22,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cost_model_tables as cost
 import gemm_tables as gemm
 import quantize_tables
+import runtime_tables as runtime
+import serving_tables
+import training_tables as training
 
 from tvmcap.versions import COMPILER, source_hash
 
@@ -148,16 +151,25 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "gpu_blocks": ("gpu_blocks", gpu_blocks),
     "gpu_blocks_all": ("gpu_blocks", gpu_blocks_all),
     "overheads": ("overheads", overheads),
+    "runtime_host": ("runtime_host", runtime.host_times),
+    "runtime_counts": ("runtime_host", runtime.counts),
+    "runtime_host_cpu": ("runtime_host_cpu", runtime.host_times),
+    "runtime_counts_cpu": ("runtime_host_cpu", runtime.counts),
     "gemm_summary": ("gemm_suite", gemm.summary_table),
     "gemm_suite": ("gemm_suite", lambda rows: gemm.suite_table(_us)(rows)),
     "gemm_row_template": ("gemm_suite", lambda rows: gemm.row_table(_us)(rows)),
     "gemm_never_tuned": ("gemm_suite", lambda rows: gemm.never_tuned_table(_us)(rows)),
     "gemm_ladder": ("gemm_ladder", gemm.ladder_table),
     "quantize_gpu": ("quantize_gpu", lambda rows: quantize_tables.table(_us)(rows)),
+    "quantize_cpu": ("quantize_cpu", lambda rows: quantize_tables.cpu_table(_us)(rows)),
+    "serving": ("serving", serving_tables.table),
+    "training": ("training", lambda rows: training.layers(_us)(rows)),
+    "training_budget": ("training", lambda rows: training.budgets(_us)(rows)),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
     "cost_model_cuda": ("cost_model", cost.orders),
     "cost_model_cuda_records": ("cost_model", cost.records),
     "cost_model_cuda_transfer": ("cost_model", cost.transfer("bf16", "fp16")),
+    "cost_model_cuda_unseen": ("cost_model", cost.orders),
     "cost_model_llvm": ("cost_model", cost.orders),
     "cost_model_llvm_records": ("cost_model", cost.records),
     "cost_model_llvm_transfer": ("cost_model", cost.transfer("x86-64-v3", "this processor")),
@@ -165,9 +177,14 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
 }
 """Name of a table to the result file it is made of and what makes it."""
 PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
+    "runtime_host": runtime.part(runtime.calls),
+    "runtime_counts": runtime.part(runtime.others),
+    "runtime_host_cpu": runtime.part(runtime.calls),
+    "runtime_counts_cpu": runtime.part(runtime.others),
     "cost_model_cuda": cost.part("cuda"),
     "cost_model_cuda_records": cost.data("cuda"),
     "cost_model_cuda_transfer": cost.part("cuda", "transfer"),
+    "cost_model_cuda_unseen": cost.part("cuda", "unseen"),
     "cost_model_llvm": cost.part("llvm"),
     "cost_model_llvm_records": cost.data("llvm"),
     "cost_model_llvm_transfer": cost.part("llvm", "transfer"),

@@ -49,7 +49,9 @@ def main() -> None:
     """Run every step and print what it gave."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=48, help="candidates to measure")
-    parser.add_argument("--seconds", type=float, default=90, help="seconds that tuning may take")
+    parser.add_argument(
+        "--seconds", type=float, default=90, help="that tuning may take; timing takes a tenth"
+    )
     options = parser.parse_args()
     logging.basicConfig(
         level=logging.ERROR, format="%(message)s", handlers=[RichHandler(console=console)]
@@ -66,7 +68,8 @@ def main() -> None:
         loaded = tvmcap.load(path)
         say(f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB, weights inside")
         title("5. run", "several batch sizes, one library, no further compile")
-        console.print(compare(x, w, b, untuned, loaded, device))
+        budget_s = options.seconds / 10 / len(SIZES)
+        console.print(compare(x, w, b, untuned, loaded, device, budget_s))
     say(f"done in {time.perf_counter() - start:.0f} s")
 
 
@@ -111,9 +114,15 @@ def make(
 
 
 def compare(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, untuned: Any, tuned: Any, device: str
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    untuned: Any,
+    tuned: Any,
+    device: str,
+    budget_s: float,
 ) -> Table:
-    """Check each size against float64 and time all three in turns."""
+    """Check each size against float64 and time all three in turns, ``budget_s`` seconds each."""
     table = Table(title=f"one call, median microseconds ({torch.get_num_threads()} threads)")
     for column in ("rows", "eager", "untuned", "tuned", "eager / tuned", "largest error"):
         table.add_column(column, justify="right")
@@ -126,7 +135,7 @@ def compare(
             "untuned": lambda part=part: untuned(part),
             "tuned": lambda part=part: tuned(part),
         }
-        times = measure(calls, device=device, budget_s=2)
+        times = measure(calls, device=device, budget_s=budget_s)
         if any(t.p90 > 2 * t.p10 for t in times.values()):
             table.caption = UNSTEADY
         medians = [times[name].median for name in calls]

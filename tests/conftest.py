@@ -1,6 +1,7 @@
 """What every test runs under.
 
-Contract checks on, folders of its own, the user's options out of sight.
+Contract checks on, folders of its own, the user's options out of sight. Tests may run in several
+processes at once (pytest-xdist, a file's tests in one of them): those that need a GPU take turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import filelock
 import pytest
 
 from tvmcap.base.codegen import gpu_architecture
@@ -32,9 +34,54 @@ os.environ.setdefault("TVM_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ["TVM_THREAD_POOL_SPIN_COUNT"] = "0"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
+_GPU = filelock.FileLock(os.environ["TORCHINDUCTOR_CACHE_DIR"] + ".gpu.lock")
+#: Files in the order of their time, so that no process is left alone with a long one.
+_LONGEST = (
+    "test_tutorials",
+    "test_tune_remote",
+    "test_quantized",
+    "test_build",
+    "test_products",
+    "test_cli",
+    "test_docs",
+    "test_demo",
+    "test_quantized_conv",
+    "test_tune",
+    "test_cpu_rules",
+    "test_measure",
+    "test_models",
+    "test_hopper_kernel",
+    "test_cpu_bytes",
+    "test_row_norm",
+)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Parse the TVMScript of the tests' modules quickly, in whichever process collects them."""
+    if not getattr(session.config.option, "numprocesses", None):
+        import torch  # noqa: F401  before TVM, which on a GPU takes from it what CUDA needs
+
+        from tvmcap.kernel import tvmscript
+
+        tvmscript.quicken()
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.stem
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Let one test at a time use the GPU."""
+    alone = _GPU if item.get_closest_marker("gpu") else contextlib.nullcontext()
+    with alone:
+        return (yield)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Start with the longest files, and skip what needs a GPU where there is none."""
+    items.sort(key=_place)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and gpu_architecture() is None:
         for item in marked:

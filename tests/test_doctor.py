@@ -78,6 +78,7 @@ def test_a_check_that_breaks_is_a_finding_itself(monkeypatch):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(doctor, "_version", broken)
-    monkeypatch.setattr(doctor, "_generators", lambda: iter(()))
+    for slow in ("_generators", "_shipped_records"):
+        monkeypatch.setattr(doctor, slow, lambda: iter(()))
     findings = doctor.diagnose()
     assert any("boom" in f.detail and f.status == "error" for f in findings)

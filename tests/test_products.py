@@ -95,11 +95,15 @@ FORMS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 
 
 def passed(fn, args, kind, **options):
-    """Run the passes; returns the fused module, the planned one and the trace."""
+    """Capture and run the passes; returns the fused module, the planned one and the trace."""
     config = make_config(target=kind, tune="none", **options)
+    return run_passes(capture(fn, args, None, config).mod, kind, config)
+
+
+def run_passes(mod, kind, config):
     target, trace = TARGETS[kind], pipeline.Trace()
     front = pipeline.front(target, config.allow_tf32)
-    fused = pipeline.run(capture(fn, args, None, config).mod, front, target, config, trace)
+    fused = pipeline.run(mod, front, target, config, trace)
     back = pipeline.back(target, lambda task: [], trace)
     return fused, pipeline.run(fused, back, target, config, trace), trace
 
@@ -119,12 +123,14 @@ def test_one_kernel_with_what_follows(name, dtype) -> None:
         return torch.relu(fn(*args))
 
     args = [values(*shape).to(dtype) for shape in shapes]
-    fused, planned, _ = passed(block, args, "cuda")
+    configs = {kind: make_config(target=kind, tune="none") for kind in TARGETS}
+    mod = capture(block, args, None, configs["cuda"]).mod
+    fused, planned, _ = run_passes(mod, "cuda", configs["cuda"])
     assert pipeline.count_kernels(planned) == 1
     (gemm,) = products(fused)
     plain = {"a_layout": "mk", "layout": "kn", "batch": (), "a_batched": True, "b_batched": True}
     assert {key: getattr(gemm, key) for key in plain} == plain | wanted
-    fused, planned, trace = passed(block, args, "llvm")
+    fused, planned, trace = run_passes(mod, "llvm", configs["llvm"])
     assert pipeline.count_kernels(planned) == 1
     assert {s.served_by for s in trace.coverage if pipeline.calls(planned, s.task)} == {
         "template:cpu_gemm"

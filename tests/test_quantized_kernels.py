@@ -8,6 +8,7 @@ from torch import nn
 
 import tvmcap
 from tests.libs import B, values
+from tests.quantizing import sqnr_db
 from tvmcap import pipeline
 from tvmcap.base import codegen
 from tvmcap.base.config import make_config
@@ -139,3 +140,34 @@ def test_what_fuses_is_right_in_16_bits(norm, tmp_path) -> None:
     got, want = lib(x).double(), model.double()(x.double())
     noise = (got - want).square().sum() / (want - x.double()).square().sum()
     assert float(-10 * torch.log10(noise)) >= 30
+
+
+def int8_block(folder, target, rows=40):
+    torch.manual_seed(0)
+    x = values(rows, K, dtype=torch.bfloat16)
+    model = Block().bfloat16().eval()
+    lib = tvmcap.build(
+        model, (x,), target=target, dynamic=B, quantize="int8", verify=False, tune="none",
+        cache_dir=str(folder),
+    )  # fmt: skip
+    return model, lib
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_89"])
+def test_int8_runs_on_tensor_cores_before_hopper(arch, tmp_path) -> None:
+    """TVM's own rule for int8 makes a pipeline that does not lower."""
+    _, lib = int8_block(tmp_path, f"cuda:{arch}")
+    (served,) = (s for s in lib.manifest.coverage if "matmul" in s["task"])
+    assert served["served_by"] == "rule:tensor-core"
+
+
+@pytest.mark.gpu
+def test_int8_without_wgmma_is_right_on_a_gpu(tmp_path) -> None:
+    arch = str(codegen.gpu_architecture()).rstrip("a")
+    model, lib = int8_block(tmp_path, {"kind": "cuda", "arch": arch})
+    assert "rule:tensor-core" in lib.explain()
+    for rows in (1, 16, 40, 333):
+        x = values(rows, K, dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert sqnr_db(model.double()(x.double()), lib(x.cuda())) >= 35
+        model.bfloat16()

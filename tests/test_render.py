@@ -120,6 +120,16 @@ def test_cpu_block_and_overheads(tmp_path):
     )
 
 
+def test_host_times_and_counts_of_the_runtime(tmp_path):
+    call = {"figure": "call, replay, out=", "unit": "us", **latency(4.0), "p99": 5.0}
+    count = {"figure": "captures over 9 random sizes", "unit": "", "median": 7}
+    folder = results(tmp_path, runtime_host=[{**call, "p99_over_p50": 1.25}, count])
+    line = render.table("runtime_host", folder, lambda _: "now").splitlines()[-1]
+    assert cells(line) == ["replay, out=", "4.00", "3.60 to 4.40", "5.00", "1.25"]
+    line = render.table("runtime_counts", folder, lambda _: "now").splitlines()[-1]
+    assert cells(line) == ["captures over 9 random sizes", "7", ""]
+
+
 def test_a_missing_file_is_a_sentence_and_an_unknown_table_an_error(tmp_path):
     assert "Not measured yet: `benchmarks/walk.py`" in render.fill(TEXT, tmp_path, lambda _: "now")
     with pytest.raises(ValueError, match="no table 'nope'"):

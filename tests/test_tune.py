@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import fake_template as fake
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import RecordError, TuneError
-from tvmcap.kernel import measure, records
+from tvmcap.kernel import measure, records, tuner
 from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.records import RecordStore
 from tvmcap.tune import tune_module
@@ -206,6 +207,15 @@ def test_unwritable_folder_is_an_error_before_anything_runs(
 def test_a_budget_ends_the_run_within_a_batch(tmp_path: Path) -> None:
     result = run(tmp_path, 1000, budget_s=1e-3)
     assert result.stopped == "budget" and result.trials <= 8
+
+
+def test_the_best_is_timed_twice_though_the_seconds_are_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner.Run, "left_s", lambda run: 0.0 if run.trials else 60.0)
+    result = run(tmp_path, 1000, budget_s=1.0)
+    found = Counter((r.sizes["rows"], r.candidate) for r in RecordStore(tmp_path).records)
+    assert result.stopped == "budget" and found and set(found.values()) == {2}
 
 
 def test_nothing_to_tune(tmp_path: Path) -> None:

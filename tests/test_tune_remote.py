@@ -54,7 +54,7 @@ def key() -> str:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr(remote, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(remote, "PATIENCE_S", 4.0)
     original = measure.Measurer.__init__
 
     def quick_init(self: Any, *args: Any, **kwargs: Any) -> None:

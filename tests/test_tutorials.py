@@ -54,6 +54,7 @@ def test_there_are_tutorials():
         "03_write_a_schedule_template.py",
         "04_the_cost_model.py",
         "05_quantize.py",
+        "06_deploy_and_serve.py",
     ]
 
 

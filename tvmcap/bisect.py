@@ -20,7 +20,7 @@ from tvmcap import pipeline, quantized
 from tvmcap.base import quantization
 from tvmcap.base.codegen import make_target
 from tvmcap.base.config import Config, make_config
-from tvmcap.base.errors import TvmcapError
+from tvmcap.base.errors import ConfigError, TvmcapError
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.capture.export import Captured, capture
 from tvmcap.kernel.choice import Chooser
@@ -91,6 +91,11 @@ def bisect(
     Raises what capture and the passes raise.
     """
     config = make_config(config, **options)
+    if config.backward:
+        raise ConfigError(
+            "bisect looks at what a function returns, and not at its gradients; leave backward "
+            "out, or use tvmcap.verify(lib), which names the gradient that is wrong"
+        )
     say = progress or (lambda what: None)
     target = make_target(config.target)
     say("capture")

@@ -10,20 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tvmcap import cache, pipeline, versions
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tvmcap import cache, chain, pipeline, training, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLibraryError
 from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.capture.export import capture, fingerprint
+from tvmcap.capture.training import capture_training
 from tvmcap.compiled import Compiled
 from tvmcap.kernel import apply, models, registry
-from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import export, lower, weights
+from tvmcap.library import arena, export, lower, weights
 from tvmcap.quantized import quantizer
-from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.loader import configure_threads
+from tvmcap.runtime.opening import open_library
 from tvmcap.scoreboard import counted
 from tvmcap.verify.check import example_leaves, verify
 from tvmcap.verify.inputs import example_sizes
@@ -94,7 +97,9 @@ def compile_once(
         cache.drop(key, config.cache_dir)
         compiled = _open(cache.store(key, make, config.cache_dir), config, made)
     if compiled.capture_again is None:
-        compiled.capture_again = lambda: capture(fn, args, kwargs, config)
+        compiled.capture_again = lambda: _capture(fn, args, kwargs, config)
+    if config.backward and compiled.executor is not None and isinstance(fn, torch.nn.Module):
+        compiled.executor.use_module(fn)
     if not compiled.from_cache or (config.verify and not compiled.manifest.verified):
         _report(compiled, config)
     return compiled
@@ -112,25 +117,15 @@ def _make(
     start: float,
 ) -> dict[str, Any]:
     """Run the chain: capture, passes, tuning where asked for, codegen, one file."""
-    configure_threads()  # before any kernel runs here: TVM's pool cannot grow later
     trace = pipeline.Trace()
+    if config.backward:
+        both = trace.timed("capture", lambda: _capture(fn, args, kwargs, config))
+        made = training.make(both, config, target, stores, key, path, start, trace)
+        return {"capture_again": lambda: both, **made}
+    configure_threads()  # before any kernel runs here: TVM's pool cannot grow later
     captured = trace.timed("capture", lambda: capture(fn, args, kwargs, config))
     quantize = quantizer(captured, config, target)
-    front = pipeline.front(target, config.allow_tf32, config.vendor_matmul, quantize)
-    fused = pipeline.run(captured.mod, front, target, config, trace)
-    if isinstance(config.tune, int):
-        from tvmcap.tune import tune_module
-        from tvmcap.view.progress import default_progress
-
-        trace.timed("tune", lambda: tune_module(fused, target, config, progress=default_progress()))
-        stores = open_stores(config, target)
-
-    def lookup(task: Any) -> Any:
-        return [] if config.tune == "none" else stores.best_by_size(task.key, target)
-
-    choose = None if config.tune == "none" else Chooser(stores, target)
-    back = pipeline.back(target, lookup, trace, choose)
-    planned = pipeline.run(fused, back, target, config, trace)
+    planned = chain.planned(captured.mod, config, target, stores, trace, quantize)
     bare, large = weights.lift(planned)
     executable = trace.timed("lower", lambda: lower.lower(bare, target))
     manifest = Manifest(
@@ -145,6 +140,7 @@ def _make(
         config=config.to_json(),
         key=key,
         peak_bytes=pipeline.peak_bytes(planned),
+        arena=arena.sizes(planned),
         needs=apply.needs(trace.coverage),
         quantization=None if quantize is None else quantize.to_json(),
     )
@@ -155,10 +151,14 @@ def _make(
     return {"capture_again": lambda: captured, "module": planned, "passes": trace.seconds}
 
 
+def _capture(fn: Any, args: Any, kwargs: Any, config: Config) -> Any:
+    return (capture_training if config.backward else capture)(fn, args, kwargs, config)
+
+
 def _open(path: Path, config: Config, made: dict[str, Any]) -> Compiled:
     """Load the file where this machine can run it."""
     try:
-        executor: Executor | None = Executor(path)
+        executor: Any = open_library(path)
         foreign = ""
     except IncompatibleLibraryError as e:
         executor, foreign = None, str(e)
@@ -189,6 +189,7 @@ def _identity(
     """Everything that decides the bytes of the library."""
     return {
         "source": fingerprint(fn, args, kwargs, config),
+        "gradients": _wanted(fn, args, kwargs) if config.backward else None,
         "config": config.to_json(only_code=True),
         "target": codegen.describe(target),
         "versions": versions.versions(),
@@ -196,6 +197,13 @@ def _identity(
         "templates": registry.identity(),
         "records": [] if config.tune == "none" else _stamp(stores),
     }
+
+
+def _wanted(fn: Any, args: Any, kwargs: Any) -> list[bool]:
+    """Tell which parameters and arguments require grad, in order."""
+    own = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
+    given = tree_leaves((args, kwargs))
+    return [t.requires_grad for t in (*own, *given) if isinstance(t, torch.Tensor)]
 
 
 def _stamp(stores: Any) -> list[list[Any]]:

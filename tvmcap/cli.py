@@ -13,6 +13,7 @@ from typing import Any
 
 from tvmcap.base.config import FIELDS, parse_option
 from tvmcap.base.errors import ConfigError, TvmcapError
+from tvmcap.deploy_options import add_verbs
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -122,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     _building_verbs(verbs)
     _library_verbs(verbs)
     _store_verbs(verbs)
+    add_verbs(verbs, _verb)
     return parser
 
 
@@ -173,6 +175,9 @@ def _library_verbs(verbs: Any) -> None:
     run.add_argument("--sizes", metavar="B=16", help="symbolic sizes of random inputs")
     run.add_argument("--seed", type=_from(0), default=0, help="seed of random inputs")
     run.add_argument("--save", metavar="FILE", help="write outputs to .npz, .npy or .safetensors")
+    run.add_argument(
+        "--sample", metavar="FILE", help="write inputs and outputs: what serve and package check on"
+    )
     verify = _verb(verbs, "verify", "compare with a higher-precision reference", json=True)
     _program(verify, "PROGRAM or a library")
     verify.add_argument("reference", nargs="?", metavar="PROGRAM", help="same as --against")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,14 @@ from tvmcap.base.ranges import Ranges
 from tvmcap.base.score import Score
 from tvmcap.base.signature import Signature
 from tvmcap.library.export import copy_library
-from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.counts import Counts
+from tvmcap.runtime.graphs import LIMIT_BYTES
+from tvmcap.runtime.opening import open_library
 
 if TYPE_CHECKING:
     from tvmcap.base.config import Config
     from tvmcap.capture.export import Captured
+    from tvmcap.view.timeline import Profile
 
 
 logger = logging.getLogger("tvmcap")
@@ -43,7 +46,7 @@ class Compiled:
 
     path: Path
     manifest: Manifest
-    executor: Executor | None
+    executor: Any
     foreign: str = ""
     config: Config | None = None
     capture_again: Callable[[], Captured] | None = None
@@ -104,8 +107,64 @@ class Compiled:
         of another machine.
         """
         if self.executor is None:
+            return self._here()
+        return self.executor.call(args, out, kwargs)
+
+    def bind(self, name: str, tensor: Any) -> None:
+        """Keep a tensor for the runs of this thread, under the name of an argument or an output.
+
+        Names are those of ``lib.signature``: dotted for nested arguments, ``"out0"`` for the first
+        output. The tensor is used where it lies, so that what is written to it later counts. An
+        output that is not bound gets memory that every run of this thread reuses.
+        Raises InputError for another name.
+        """
+        self._here().bind(name, tensor)
+
+    def run(self) -> None:
+        """Run on what this thread has bound; ``output`` returns the results.
+
+        Raises InputError where an input is not bound or does not fit the signature.
+        """
+        self._here().run()
+
+    def output(self, position: int = 0) -> Any:
+        """Return an output of this thread's last run; the next run writes to the same memory."""
+        return self._here().output(position)
+
+    def use_graphs(self, *, buckets: Sequence[int] = (), limit_bytes: int = LIMIT_BYTES) -> None:
+        """Record calls as CUDA graphs and replay them, which takes the least host time.
+
+        Parameters
+        ----------
+        buckets: sizes of the batch to record at; a call is padded to the smallest that holds it,
+            and larger ones are not recorded. By default each size is recorded at its second call.
+        limit_bytes: of device memory for graphs, a thread; those unused for longest go first.
+
+        Raises
+        ------
+        LibraryError
+            Where calls of this library cannot be recorded: not on a GPU, or another package runs
+            part of it.
+        ConfigError
+            For buckets that do not fit the signature.
+        """
+        self._here().use_graphs(buckets=buckets, limit_bytes=limit_bytes)
+
+    @property
+    def counts(self) -> Counts:
+        """What the calls of this thread took beside kernels: copies, memory, graphs."""
+        counts: Counts = self._here().counts
+        return counts
+
+    def close(self) -> None:
+        """Free memory and code; every later call raises LibraryError. Not needed at exit."""
+        if self.executor is not None:
+            self.executor.close()
+
+    def _here(self) -> Any:
+        if self.executor is None:
             raise LibraryError(f"this library cannot run here: {self.foreign}")
-        return self.executor(*args, out=out, **kwargs)
+        return self.executor
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the library to ``path``.
@@ -135,6 +194,29 @@ class Compiled:
         from tvmcap.scoreboard import score
 
         return score(self, sizes, baselines=baselines, progress=progress)
+
+    def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
+        """Run on ``args`` and measure every kernel: its time, its bytes, its share of the roofline.
+
+        On a CPU by timers around each kernel, on a GPU by CUPTI through torch's profiler.
+        ``print(lib.profile(x))`` shows a table; ``.write_trace("trace.json")`` writes a trace for
+        Chrome or Perfetto.
+
+        Parameters
+        ----------
+        calls: how many calls to measure, after three that are not.
+
+        Raises
+        ------
+        InputError
+            Where an argument does not match the signature.
+        LibraryError
+            On a GPU without torch.
+        """
+        from tvmcap.profile import profile
+
+        self._here()
+        return profile(self, args, kwargs, calls)
 
     def explain(self) -> str:
         """Say what was captured and frozen, and which record or rule serves each kernel."""
@@ -174,7 +256,7 @@ def load(path: str | os.PathLike[str], *, device: int = 0) -> Compiled:
     the file runs; LibraryError for a path that names no file.
     """
     path = _file(path)
-    executor = Executor(path, device=device)
+    executor = open_library(path, device=device)
     if executor.manifest.verified is False:
         logger.warning(
             "%s was not verified where it was built; tvmcap.verify(lib, reference=fn) does it here",

@@ -22,7 +22,7 @@ from tvmcap.base.errors import BuildError, ConfigError, LibraryError, TvmcapErro
 from tvmcap.base.signature import evaluate
 from tvmcap.capture import precision
 from tvmcap.graph import canonicalize, fuse, layout, vendor
-from tvmcap.kernel import apply, cpu_rows, spaces
+from tvmcap.kernel import apply, column_sums, cpu_rows, spaces
 from tvmcap.kernel.choice import Choose
 from tvmcap.library import plan
 
@@ -86,7 +86,7 @@ def front(
 
 def one_kernel(func: tvm.tirx.PrimFunc, target: Any) -> bool:
     """Whether one kernel serves a fused PrimFunc at least as well as one for each of its parts."""
-    if spaces.find(func, target) is not None:
+    if spaces.find(func, target) is not None or column_sums.suits(func, target):
         return True
     return target.kind.name == "llvm" and cpu_rows.is_rowwise(func)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tvmcap import training_score
 from tvmcap.base.config import Config
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import Manifest
@@ -50,6 +51,10 @@ def score(
     """
     sig: Signature = compiled.signature
     say = progress or (lambda step: None)
+    if compiled.manifest.training is not None:
+        return training_score.score(
+            compiled, sizes, baselines, say, reference=reference, budget_s=budget_s, cold=cold
+        )
     example = None if compiled.captured is None else example_leaves(compiled.captured)
     chosen = {**example_sizes(sig, example), **(sizes or {})}
     say("counting kernels and bytes")

@@ -45,6 +45,7 @@ def tune(
     from tvmcap import pipeline
     from tvmcap.base.codegen import make_target
     from tvmcap.capture.export import capture
+    from tvmcap.capture.training import capture_training
     from tvmcap.quantized import quantizer
     from tvmcap.view.progress import default_progress
 
@@ -54,11 +55,15 @@ def tune(
     )
     target = make_target(config.target)
     check(config, target)
-    captured = capture(fn, args, kwargs, config)
-    quantize = quantizer(captured, config, target)
+    if config.backward:
+        both = capture_training(fn, args, kwargs, config)
+        mods, quantize = [both.forward.mod, both.backward.mod], None
+    else:
+        captured = capture(fn, args, kwargs, config)
+        mods, quantize = [captured.mod], quantizer(captured, config, target)
     passes = pipeline.front(target, config.allow_tf32, config.vendor_matmul, quantize)
-    fused = pipeline.run(captured.mod, passes, target, config, pipeline.Trace())
-    return tune_module(fused, target, config, progress or default_progress())
+    fused = [pipeline.run(mod, passes, target, config, pipeline.Trace()) for mod in mods]
+    return tune_modules(fused, target, config, progress or default_progress())
 
 
 def check(config: Config, target: Any) -> None:
@@ -84,10 +89,23 @@ def tune_module(
     ``sizes`` gives the values of symbolic dimensions to tune at, by name; ``find`` picks the search
     spaces.
     """
+    return tune_modules([mod], target, config, progress, find=find, sizes=sizes)
+
+
+def tune_modules(
+    mods: Sequence[Any],
+    target: Any,
+    config: Config,
+    progress: Progress | None = None,
+    *,
+    find: tasks.Find = spaces.find,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> TuneRun:
+    """Tune several fused modules, as ``tune_module`` does one, within one limit for all."""
     check(config, target)
     stores = open_stores(config, target)
     run = Run(config, target, stores, progress)
-    found = tasks.extract(mod, target, find)
+    found = [task for mod in mods for task in tasks.extract(mod, target, find)]
     if found:
         run.search(found, sizes)
     return run.result()

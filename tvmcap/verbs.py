@@ -10,6 +10,8 @@ from typing import Any
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import AccuracyError, ConfigError, InputError
 from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
+from tvmcap.deploy_verbs import package as package
+from tvmcap.deploy_verbs import serve as serve
 from tvmcap.program import (
     Program,
     call,
@@ -165,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
     outputs = arrays.call(lib, leaves)
     if args.save:
         arrays.write(args.save, outputs)
+    if args.sample:
+        arrays.write_sample(args.sample, signature, leaves, outputs)
     rows = [arrays.describe(name, value) for name, value in outputs.items()]
     show(args.json, rows, lambda: dict_table(f"Outputs of {args.library}", rows))
     return EXIT_OK

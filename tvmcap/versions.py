@@ -27,7 +27,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-#: Folders whose code decides what a library computes and how fast.
+#: Folders whose code decides what a library computes and how fast; ``runtime/serving`` does not.
 COMPILER = ("capture", "graph", "kernel", "library", "runtime", "schedules")
 
 
@@ -39,7 +39,7 @@ def source_hash(folders: tuple[str, ...] = ()) -> str:
     """
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    paths = [p for folder in folders for p in (root / folder).rglob("*.py")]
+    paths = [p for folder in folders for p in (root / folder).glob("*.py")]
     for path in sorted(paths or [*root.rglob("*.py"), *(root / "schedules").glob("*.py")]):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())

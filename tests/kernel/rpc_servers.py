@@ -121,7 +121,8 @@ def wait(reached: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def farm(folder: Path) -> Iterator[Farm]:
     """Run a tracker; everything ends with the block."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT],
         stdin=subprocess.PIPE,

@@ -80,6 +80,16 @@ def test_heavy_calls_are_timed_once_the_clocks_have_settled(run: Any, us: float,
     assert (before >= 6e4) == hot and before <= 12e4
 
 
+def test_samples_taken_while_the_clocks_changed_are_taken_again() -> None:
+    rounds = [[91.0] * 20 + [107.0] * 10, [100.0] * 10 + [107.0] * 20, [106.0] * 15 + [107.0] * 15]
+    left = iter(rounds)
+    assert graph_timing._steady(lambda: next(left)) == rounds[2]
+    left = iter([rounds[2], rounds[0]])
+    assert graph_timing._steady(lambda: next(left)) == rounds[2]
+    left = iter([*rounds[:2], rounds[0], rounds[2]])
+    assert graph_timing._steady(lambda: next(left)) == rounds[0]
+
+
 def test_a_slow_candidate_gets_few_samples(run: Any) -> None:
     runtime, found = run(5000.0, 6, limit=20.0)
     assert len(found) == 3 and runtime.graph == 2

@@ -31,12 +31,12 @@ def task() -> tasks.Task:
 
 @pytest.fixture(scope="module")
 def measurer():
-    with measure.Measurer(TARGET, workers=2, time_s=0.02, build_timeout_s=6, run_timeout_s=6) as m:
+    with measure.Measurer(TARGET, workers=2, time_s=0.02) as m:
         yield m
 
 
 def test_failures_have_causes_and_spare_the_others(
-    task: tasks.Task, measurer: measure.Measurer
+    task: tasks.Task, measurer: measure.Measurer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = {
         fake.GOOD: None,
@@ -49,7 +49,12 @@ def test_failures_have_causes_and_spare_the_others(
     }
     modes = [*expected, fake.GOOD]
     work = measure.Workload(task, {"B": 13}, seed=1)
-    results = list(measurer.measure(work, [candidate(task, fake.Knobs(4, mode)) for mode in modes]))
+    candidates = [candidate(task, fake.Knobs(4, mode)) for mode in modes]
+    hangs = modes.index(fake.HANG)
+    measurer.build(candidates[:hangs] + candidates[hangs + 1 :], [work])
+    with monkeypatch.context() as patch:
+        patch.setattr(measurer, "build_timeout_s", 1.0)  # of the only one that is left to build
+        results = list(measurer.measure(work, candidates))
     assert [r.cause for r in results] == [expected[mode] for mode in modes]
     for result in (results[0], results[-1]):
         assert result.median_us and result.p10_us and result.p90_us
@@ -90,7 +95,7 @@ def test_a_process_left_in_ruins_is_not_the_next_ones_fault(
 def test_a_run_that_hangs_is_killed_after_a_limit_from_the_first_batch(
     task: tasks.Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_LEAST_S", 0.5)
+    monkeypatch.setattr(runner, "_LEAST_S", 2.0)
     asked = []
 
     class Spy(runner.Runner):
@@ -107,7 +112,7 @@ def test_a_run_that_hangs_is_killed_after_a_limit_from_the_first_batch(
     assert failed[0].cause == "wrong result" and not any(r.cause for r in (*first, last))
     assert hung.cause == "run timeout" and "killed after" in hung.message
     # a batch without a right candidate tells nothing
-    assert asked[:3] == [50, 50, 50] and 0.5 <= asked[3] < 50 and set(asked[3:]) == {asked[3]}
+    assert asked[:3] == [50, 50, 50] and 2.0 <= asked[3] < 50 and set(asked[3:]) == {asked[3]}
 
 
 def test_the_limit_follows_the_slowest_and_has_a_floor() -> None:

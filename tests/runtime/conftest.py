@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import libs
+from tvmcap import Dim
 from tvmcap.runtime.executor import Executor
 
 
@@ -57,3 +59,25 @@ def w() -> torch.Tensor:
 def nested(pair: Path) -> Executor:
     """Return ``{"sum": x + y, "parts": (column sums of x, x over y)}``."""
     return Executor(pair)
+
+
+def three_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Three kernels through two intermediates."""
+    for _ in range(3):
+        x = torch.relu(x @ w)
+    return x
+
+
+@pytest.fixture(scope="session")
+def layers(folder: Path) -> Callable[[int | None], Path]:
+    """Return a library of ``three_layers`` with the batch bounded by 64, or not at all."""
+    made: dict[int | None, Path] = {}
+
+    def path(most: int | None) -> Path:
+        if most not in made:
+            args = torch.rand(4, 8), torch.rand(8, 8)
+            lib = libs.quick(three_layers, *args, dynamic={"x": {0: Dim("B", min=1, max=most)}})
+            made[most] = lib.export(folder / f"layers{most}.so")
+        return made[most]
+
+    return path

@@ -255,17 +255,16 @@ def test_several_threads_at_once(run: Executor) -> None:
 def test_more_shapes_than_are_remembered(run: Executor, w: torch.Tensor) -> None:
     for batch in range(1500):
         assert run(torch.ones(batch, 8), w).shape == (batch, 8)
-    assert len(run._plans) <= 1024
+    assert len(run._checker.plans) <= 1024
 
 
 def test_a_kernel_that_fails_is_named(chain: Path, x: torch.Tensor, w: torch.Tensor) -> None:
     run = Executor(chain)
 
-    class Broken:
-        def run(self, *tensors: Any) -> None:
-            raise RuntimeError("storage allocation failure")
+    def broken(*_: Any) -> None:
+        raise RuntimeError("storage allocation failure")
 
-    run._machine = Broken()  # type: ignore[assignment]
+    run._threads.here.run = broken  # type: ignore[method-assign]
     with pytest.raises(
         LibraryError,
         match=r"chain\.so: a kernel .* \(sizes \{'B': 5\}\).*storage allocation failure",

@@ -30,7 +30,7 @@ class FakeCompiled:
     def __init__(self, ours, eager, args, sig, executor=True, loaded=False):
         self.ours, self.signature, self.config = ours, sig, Config()
         self.executor = executor or None
-        self.manifest = SimpleNamespace(target={"kind": "llvm"}, quantization=None)
+        self.manifest = SimpleNamespace(target={"kind": "llvm"}, quantization=None, training=None)
         call = SimpleNamespace(
             signature=sig, eager=eager, args=args, kwargs={}, frozen=(), mod=None, lines={}
         )

@@ -67,7 +67,9 @@ class Config:
     quantize: a scheme such as ``"int8"``, ``"auto"``, or a ``Quantize``; None for no quantization.
     calibration: inputs (a tensor or a tuple of arguments each), ``Ranges`` or the path of their
         file; what ``quantize`` may need to know of activations.
-    backward, memory_budget: reserved; refused until there is something behind them.
+    backward: make a library that takes part in autograd: a forward and a backward entry.
+    memory_budget: with ``backward``, from 1 (save for the backward entry all that helps its speed)
+        to 0 (compute again all that can be).
     disable: names of passes to leave out (``tvmcap.pipeline`` holds the list).
     allow_tf32: on cuda, float32 matmuls may multiply in tf32 (10 mantissa bits) and add in float32,
         and ``verify`` holds them to that error; on llvm it changes nothing.
@@ -113,6 +115,10 @@ class Config:
             raise ConfigError(
                 "rpc='HOST:PORT' (a tracker) and key='NAME' (of its servers) go together; "
                 f"{'rpc' if self.rpc is None else 'key'} is missing"
+            )
+        if self.backward and self.quantize is not None:
+            raise ConfigError(
+                "quantize and backward=True exclude each other: train first, then build quantized"
             )
         if self.vendor_matmul and self.quantize is not None:
             raise ConfigError(

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError, LibraryError
-from tvmcap.base.signature import Signature
+from tvmcap.base.signature import Signature, Size
+from tvmcap.base.training import Training
 
 FORMAT = 1
 MAGIC = b"tvmcap\x00\x01"
@@ -63,6 +64,10 @@ class Manifest:
     quantization: the options, the ranges of the calibration and the report of a quantized model.
     peak_bytes: planned peak of intermediates and outputs, at the largest sizes where there are
         bounds.
+    training: the forward and the backward entry, in a library with gradients.
+    entry: the function that a call runs.
+    arena: bytes of each storage that the intermediates of a call share; None for a library of a
+        version that did not list them.
     """
 
     versions: Mapping[str, str | None]
@@ -81,6 +86,9 @@ class Manifest:
     peak_bytes: int | None = None
     needs: tuple[str, ...] = ()
     quantization: Mapping[str, Any] | None = None
+    arena: tuple[Size, ...] | None = None
+    training: Training | None = None
+    entry: str = "main"
     format: int = FORMAT
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +110,11 @@ class Manifest:
             known["coverage"] = tuple(dict(task) for task in data.get("coverage", ()))
             known["frozen"] = tuple(data.get("frozen", ()))
             known["needs"] = tuple(data.get("needs", ()))
+            if known.get("arena") is not None:
+                known["arena"] = tuple(known["arena"])
             known["weights"] = _weights(data.get("weights"))
+            if known.get("training") is not None:
+                known["training"] = Training.from_json(data["training"])
             if not isinstance(data["target"]["kind"], str) or not isinstance(
                 data["versions"], dict
             ):

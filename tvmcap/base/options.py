@@ -11,14 +11,8 @@ from typing import Any
 from tvmcap.base import quantization, ranges
 from tvmcap.base.errors import ConfigError
 
-#: Options whose names are fixed and whose passes do not exist yet: only the default is accepted.
-_RESERVED: dict[str, Any] = {
-    "backward": False,
-    "memory_budget": 1.0,
-}
-
 _NAMES = ("constants", "disable")
-_FLAGS = ("verify", "allow_tf32", "vendor_matmul")
+_FLAGS = ("backward", "verify", "allow_tf32", "vendor_matmul")
 PATHS = ("log_dir", "cache_dir", "dump")
 _A_NAME_LIST = "names of {}, such as ('a', 'b')"
 _A_FOLDER = "the path of a folder, or None"
@@ -51,6 +45,11 @@ def _is_seconds(value: Any) -> bool:
     return number and math.isfinite(value) and value > 0
 
 
+def _is_fraction(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value <= 1
+
+
 #: Fields with a form of their own.
 _PARSED: dict[str, Callable[[Any], Any]] = {
     "quantize": quantization.parse,
@@ -73,6 +72,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: (isinstance(v, str) and v in ("cached", "none")) or (is_integer(v) and v >= 1),
         "'cached', 'none' or a number of trials, at least 1",
     ),
+    "memory_budget": (_is_fraction, "a number from 0 (recompute) to 1 (save)"),
     "budget_s": (
         lambda v: v is None or _is_seconds(v),
         "a positive number of seconds, or None for no limit",
@@ -94,13 +94,6 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def checked(name: str, value: Any, where: str = "") -> Any:
     """Return a field's value in its plain form; raises ConfigError where it has the wrong type."""
-    if name in _RESERVED:
-        if not isinstance(value, int | float | None) or value != _RESERVED[name]:
-            raise ConfigError(
-                f"{where}{name}={value!r}: this version of tvmcap cannot do that yet; leave {name} "
-                "out"
-            )
-        return value
     if name in _PARSED:
         try:
             return _PARSED[name](value)

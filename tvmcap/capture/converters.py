@@ -34,6 +34,7 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
 
     def convert(node: fx.Node, importer: Any) -> Any:
         metas = [n.meta["val"] if isinstance(n, fx.Node) else n for n in node.args[:2]]
+        metas = [1.0 if isinstance(m, torch.SymFloat) else m for m in metas]
         dtype = dtype_name(torch.result_type(*metas))
         if op is relax.op.divide:
             dtype = out_dtype(node)

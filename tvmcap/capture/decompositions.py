@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
+
+from tvmcap.capture.gradients import gradients
+from tvmcap.capture.normalizations import normalizations
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -52,3 +56,38 @@ def missing_in_torch() -> dict[Any, Callable[..., Any]]:
     found: dict[Any, Callable[..., Any]] = {torch.ops.aten.rms_norm.default: rms_norm}
     operator = getattr(torch.ops.aten, "_fused_rms_norm", None)
     return found if operator is None else {**found, operator.default: fused_rms_norm}
+
+
+_SEVERAL = (
+    "_native_batch_norm_legit_no_training.default",
+    "_native_batch_norm_legit_functional.default",
+    "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats",
+    "native_batch_norm.default",
+)
+"""Operators whose lowering gives the first result alone, where gradients need the others too."""
+
+
+def _decomposes_itself(operator: Any) -> bool:
+    """Whether tracing sees what an operator is made of; torch's rule for it may go further."""
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+
+
+def for_training() -> dict[Any, Callable[..., Any]]:
+    """List the decompositions for tracing with gradients: all but those of what has a lowering.
+
+    Random operators stay, as they are drawn outside the graph.
+    """
+    from tvmcap.capture.ir import known_operators
+
+    known = known_operators()
+    found = {
+        operator: rule
+        for operator, rule in decomposition_table.items()
+        if isinstance(operator, torch._ops.OpOverload)
+        and (operator.__name__ not in known or operator.__name__ in _SEVERAL)
+        and torch.Tag.nondeterministic_seeded not in operator.tags
+        and not _decomposes_itself(operator)
+    }
+    return {**found, **missing_in_torch(), **normalizations(), **gradients()}

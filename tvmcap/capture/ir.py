@@ -15,6 +15,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import source
 from tvmcap.capture.converters import CONVERTERS
+from tvmcap.capture.fractions import scalar
 from tvmcap.capture.operators import WRONG, operator_name
 from tvmcap.capture.structure import dtype_name
 from tvmcap.capture.symbols import Symbols
@@ -42,18 +43,36 @@ def import_graph(
     Raises CaptureError, the original chained, where a converter fails or disagrees with torch on a
     shape.
     """
+    output = next((n for n in program.graph.nodes if n.op == "output"), None)
+    if output is None:
+        raise CaptureError("the exported graph has no output")
+    return import_fx(program.graph, inputs, {}, constants, symbols, list(output.args[0]))
+
+
+def import_fx(
+    graph: fx.Graph,
+    inputs: Sequence[tuple[str, fx.Node]],
+    unread: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
+    symbols: Symbols,
+    results: Sequence[fx.Node],
+) -> tvm.IRModule:
+    """Translate a graph as ``import_graph`` does; ``main`` returns ``results``.
+
+    ``unread`` are further run-time inputs, after the others, that nothing but sizes is read of.
+    """
     importer = _Importer(symbols)
     builder = importer.block_builder = relax.BlockBuilder()
     params = []
-    for name, node in inputs:
-        value = node.meta["val"]
+    for name, value in [*((n, node.meta["val"]) for n, node in inputs), *unread.items()]:
         shape = [symbols.expr(size) for size in value.shape]
         params.append(relax.Var(name, relax.TensorType(shape, dtype_name(value.dtype))))
-        importer.env[node] = params[-1]
+    importer.env.update({node: var for (_, node), var in zip(inputs, params, strict=False)})
     with builder.function("main", params):
         with builder.dataflow():
-            outputs = _translate(importer, program.graph, _Constants(constants), symbols)
-            result = builder.emit_output(relax.Tuple(outputs))
+            _translate(importer, graph, _Constants(constants), symbols)
+            outputs = relax.Tuple([importer.env[node] for node in results])
+            result = builder.emit_output(outputs)
         builder.emit_func_output(result)
     return _well_formed(builder.get(), params, symbols)
 
@@ -68,20 +87,21 @@ class _Importer(ExportedProgramImporter):  # type: ignore[misc]
 
 def _translate(
     importer: ExportedProgramImporter, graph: fx.Graph, constants: _Constants, symbols: Symbols
-) -> list[relax.Expr]:
+) -> None:
     for node in graph.nodes:
-        if node.op == "placeholder":
-            if node not in importer.env:
-                importer.env[node] = constants.get(node.name)
-        elif node.op == "output":
-            return [importer.env[n] for n in node.args[0]]
+        if node.op == "placeholder" and node not in importer.env:
+            size = node.meta.get("val")
+            importer.env[node] = (
+                symbols.expr(size) if isinstance(size, torch.SymInt) else constants.get(node.name)
+            )
         elif node.op == "call_function":
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt | int):
                 importer.env[node] = symbols.expr(value)
+            elif isinstance(value, torch.SymFloat):
+                importer.env[node] = scalar(importer, value.node.expr)
             elif isinstance(value, torch.Tensor | tuple | list):
                 importer.env[node] = _convert(importer, node, symbols)
-    raise CaptureError("the exported graph has no output")
 
 
 class _Constants:

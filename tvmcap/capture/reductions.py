@@ -170,7 +170,17 @@ def _sortable(importer: Any, x: relax.Expr) -> Any:
     return emit(importer, relax.op.where(emit(importer, relax.op.isnan(x)), top, x))
 
 
+def _scatter_add(node: fx.Node, importer: Any) -> Any:
+    """Add values where indices say; those of 16 bits in float32."""
+    a = arguments_of(node, importer)
+    wide = "float32" if out_dtype(node) in HALF else out_dtype(node)
+    x, source = (cast(importer, a[name], wide) for name in ("self", "src"))
+    index = cast(importer, a["index"], "int64")
+    return emit(importer, relax.op.scatter_elements(x, index, source, a["dim"], "add"))
+
+
 REDUCTIONS: dict[str, Converter] = {
+    "scatter_add.default": _scatter_add,
     "var.correction": _variance,
     "var_mean.correction": _variance_and_mean,
     "amax.default": _reduction(relax.op.max),

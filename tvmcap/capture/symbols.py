@@ -48,10 +48,12 @@ class Symbols:
 
     def expr(self, size: int | torch.SymInt) -> Any:
         """Return a size as an int or as a TIR expression."""
-        if isinstance(size, int):
-            return size
+        return size if isinstance(size, int) else self.whole(size.node.expr)
+
+    def whole(self, expr: Any) -> Any:
+        """Return a sympy expression of symbols as an int or as a TIR expression."""
         values = {symbol: self.vars[name] for symbol, name in self.names.items()}
-        return self.simplify(self._fold(size.node.expr, _Expr(values)))
+        return self.simplify(self._fold(expr, _Expr(values)))
 
     def simplify(self, expr: Any) -> Any:
         """Simplify a size within the bounds of the dimensions; a known one becomes an int."""

@@ -42,13 +42,16 @@ class _Flat(torch.nn.Module):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave the caller's random state, grad mode and attention switch as they were."""
+def undisturbed(grad: bool = False) -> Iterator[None]:
+    """Leave the caller's random state, grad mode and attention switch as they were.
+
+    Inside, gradients are on or off as ``grad`` says.
+    """
     states = torch.get_rng_state(), random.getstate()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -58,7 +61,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep torch from logging and printing what our errors say.
 
     Its logs come back with TORCH_LOGS.
@@ -100,18 +103,18 @@ def _export_at(
     flat = _Flat(call)
     dynamic = {"leaves": shapes.torch_shapes(free, leaves)} if free.dims else None
     try:
-        with _undisturbed(), source.recording():
+        with undisturbed(), source.recording():
             inputs = shapes.resize(free, leaves, sizes)
-            with _quiet():
+            with quiet():
                 program = torch.export.export(flat, inputs, dynamic_shapes=dynamic, strict=False)
     except TvmcapError:
         raise
     except Exception as e:
-        raise _translate(e, [name for name, _ in leaves], sizes) from e
+        raise translate(e, [name for name, _ in leaves], sizes) from e
     return program, flat.found.out_tree
 
 
-def _translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int]) -> CaptureError:
+def translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int]) -> CaptureError:
     """Turn an error of torch.export into one that says where and what to do."""
     line = source.of_error(error.__traceback__)
     at = f" at {line}" if line else ""

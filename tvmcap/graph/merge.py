@@ -13,6 +13,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
+from tvmcap.graph.columns import sums_rows
 from tvmcap.graph.group import Graph, fused
 
 Serves = Callable[[tirx.PrimFunc], bool]
@@ -22,12 +23,12 @@ _INJECTIVE, _OPAQUE = 2, 8  # of the attribute op_pattern
 
 
 def merge(graph: Graph, parts: Sequence[Sequence[int]], serves: Serves) -> list[list[int]]:
-    """Join products with elementwise followers, and row-wise operators with their neighbours.
+    """Join products with elementwise followers, and sums and row-wise operators with neighbours.
 
     A joined part stays convex: nothing outside it lies between two of its kernels.
     """
     merger = _Merger(graph, parts, serves)
-    for grow in (merger.products, merger.rows):
+    for grow in (merger.products, merger.rows, merger.columns):
         for part in sorted(merger.members):
             if part in merger.members:
                 grow(part)
@@ -89,6 +90,30 @@ class _Merger:
             )
 
         self._grow(part, fits)
+
+    def columns(self, part: int) -> None:
+        """Join a sum over rows with the elementwise parts that it reads, and those that read it.
+
+        What it reads may be needed elsewhere as well: one pass writes it and adds it up.
+        """
+        anchors = [i for i in self.members[part] if self.kinds[i].is_anchor]
+        matrix = self.kinds[anchors[0]].matrix if len(anchors) == 1 else None
+        if matrix is None:
+            return
+
+        def fits(part: int, joined: set[int]) -> bool:
+            assert matrix is not None
+            shape = matrix if self.users(part) & joined else matrix[1:]
+            return all(
+                self.kinds[i].is_elementwise
+                and all(_same_all(list(ty.shape.values), shape) for ty in self._types(i))
+                for i in self.members[part]
+            )
+
+        self._grow(part, fits)
+
+    def _types(self, i: int) -> list[Any]:
+        return self.graph.kernels[i].types
 
     def _results_fit(self, i: int, shape: Sequence[Any], rows: int) -> bool:
         """Whether a kernel's results broadcast to a shape or are one number a row of it."""
@@ -183,7 +208,7 @@ class _Kind:
     """What one kernel is, as far as joining goes.
 
     ``shape`` and ``rows`` belong to a reduction over the trailing axes of one tensor: its extents,
-    and how many of them lead the reduced ones.
+    and how many of them lead the reduced ones. ``matrix`` belongs to a sum over the rows of one.
     """
 
     def __init__(self, graph: Graph, i: int, rank: int, rows: int) -> None:
@@ -192,10 +217,20 @@ class _Kind:
         self.is_anchor = _INJECTIVE < pattern < _OPAQUE
         self.shape: list[Any] = []
         self.rows = rows
+        self.matrix = _matrix(graph, i) if self.is_anchor else None
         for value in graph.kernels[i].reads if rank and self.is_anchor else ():
             ty = graph.type_of(value)
             if isinstance(ty, relax.TensorType) and len(ty.shape.values) == rank:
                 self.shape = list(ty.shape.values)
+
+
+def _matrix(graph: Graph, i: int) -> list[Any] | None:
+    """Return the shape, as main has it, of the matrix whose rows a kernel adds up; else None."""
+    if not sums_rows(graph.func(i)):
+        return None
+    types = map(graph.type_of, graph.kernels[i].reads)
+    shapes = [list(ty.shape.values) for ty in types if isinstance(ty, relax.TensorType)]
+    return next((shape for shape in shapes if len(shape) == 2), None)
 
 
 def reduced_axes(func: tirx.PrimFunc) -> tuple[int, int]:

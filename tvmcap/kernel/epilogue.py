@@ -17,9 +17,9 @@ import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmcap.kernel import macros
+from tvmcap.kernel import tvmscript
 
-macros.find_parsers_quickly()  # for the kernels around these epilogues
+tvmscript.quicken()  # for the kernels around these epilogues
 
 Expr = Any
 """A PrimExpr; TVM's Python classes have no common typed base that helps here."""

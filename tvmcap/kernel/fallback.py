@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from tvmcap.base.errors import BuildError
-from tvmcap.kernel import cpu_rules, intrinsics, prim_func, tensor_core_rule
+from tvmcap.kernel import column_sums, cpu_rules, intrinsics, prim_func, tensor_core_rule
 from tvmcap.kernel.features import copy_func
 from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 
@@ -53,7 +53,10 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
     from tvm.s_tir import dlight
 
     def use(rule: Any, func: Any, target: Any) -> Any:
-        if {str(p.dtype) for p in func.params if prim_func.is_tensor(p)} & {"float16", "int8"}:
+        dtypes = {str(p.dtype) for p in func.params if prim_func.is_tensor(p)}
+        if isinstance(rule, dlight.gpu.Matmul) and "int8" in dtypes:
+            return None  # its software pipeline of int8 fragments does not lower
+        if "float16" in dtypes:
             import_tensor_intrinsics()  # which dlight would do, slowly
         found = rule.apply(func, target, False)
         first = found[0] if isinstance(found, list) else found
@@ -63,6 +66,7 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
         "tensor-core",
         lambda func, target: tensor_core_rule.schedule(copy_func(func), target),
     )
+    yield "column-sums", column_sums.scheduled
     for kind in ("Matmul", "GEMV", "Reduction", "GeneralReduction", "Fallback"):
         rule = getattr(dlight.gpu, kind)()
         yield f"dlight-{kind.lower()}", partial(use, rule)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tvm_ffi
 
 # cudaStreamNonBlocking, cudaStreamCaptureModeRelaxed (driver_types.h)
@@ -17,6 +18,8 @@ _FEWEST, _SAMPLES, _WARM_S = 7, 30, 0.005
 #: Calls this long load the whole GPU, which lowers its clocks after some tens of milliseconds to
 #: keep within its power: without the wait, the first candidate looks faster than the later ones.
 _HEAVY_US, _HOT_S = 80.0, 0.06
+#: Samples whose ninth decile is further above the first were taken while the clocks changed.
+_STEADY, _MOST_ROUNDS = 1.05, 3
 #: What one call costs the host at most, where nothing hides it.
 _HOST_US = 50.0
 
@@ -45,8 +48,8 @@ def time_graph(
     """Sample microseconds a call, calls rotating through ``sets``.
 
     Samples follow one another at once, so that the host's part of a launch is hidden; the clocks
-    get some milliseconds to settle first. Fewer samples where a call is far slower than
-    ``limit_us``.
+    get some milliseconds to settle first, and samples that show that they did not are taken again.
+    Fewer samples where a call is far slower than ``limit_us``.
     Raises CudaError where the function cannot be captured.
     """
     cuda = _Runtime()
@@ -90,8 +93,10 @@ def time_graph(
         if not slow:
             for count in _warming(once, once / calls):
                 sample(count)
-        count = 3 if slow else _count(time_s, once, _FEWEST)
-        return [us / calls for us in sample(count)]
+        if slow:
+            return [us / calls for us in sample(3)]
+        count = _count(time_s, once, _FEWEST)
+        return [us / calls for us in _steady(lambda: sample(count))]
     finally:
         for event in events:
             cuda("cudaEventDestroy", event)
@@ -100,6 +105,16 @@ def time_graph(
         if graph:
             cuda("cudaGraphDestroy", graph)
         cuda("cudaStreamDestroy", stream)
+
+
+def _steady(sample: Callable[[], list[float]]) -> list[float]:
+    """Sample until the samples agree, some rounds at most; the last round counts."""
+    for _ in range(_MOST_ROUNDS):
+        found = sample()
+        p10, p90 = np.percentile(found, (10, 90))
+        if p90 <= _STEADY * p10:
+            break
+    return found
 
 
 def _calls(once_us: float, sets: int) -> int:

@@ -1,6 +1,7 @@
-"""Ensures a product of 16-bit operands runs on tensor cores, at any sizes, by one fixed schedule.
+"""Ensures a product of 16-bit operands, or of int8, runs on tensor cores by one fixed schedule.
 
-It follows TVM's dlight MatmulTensorization, which knows float16 alone and tiles of one size.
+Any sizes will do. It follows TVM's dlight MatmulTensorization, which knows tiles of one size, no
+bfloat16, and int8 only with a software pipeline that this TVM does not lower.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight.analysis import get_root_block
 from tvm.s_tir.dlight.gpu import matmul as dlight
@@ -16,6 +18,7 @@ from tvm.s_tir.dlight.gpu import matmul as dlight
 from tvmcap.kernel import prim_func
 from tvmcap.kernel.tensor_intrinsics import (
     SHARED,
+    SUMS,
     available,
     import_tensor_intrinsics,
     intrinsic_group,
@@ -24,10 +27,10 @@ from tvmcap.schedules import gemm_match
 
 _EDGE = 16
 """Rows, columns and depth of one tensor-core instruction."""
-DTYPES = ("bfloat16", "float16")
 _WARP = 32
 _VECTOR = 4
-_PAD = 8
+"""Elements that a thread moves at once; TVM writes no zeros of eight int8."""
+_PAD_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,15 @@ class Tile:
         edges = [w * f * _EDGE for w, f in zip(self.warps, self.fragments, strict=True)]
         return [*edges, self.depth * _EDGE]
 
-    def shared_bytes(self, trans_b: bool) -> int:
-        """Bytes of shared memory: two stages of padded 16-bit rows, then the float32 results."""
+    def shared_bytes(self, trans_b: bool, width: int = 2) -> int:
+        """Bytes of shared memory: two stages of padded rows, then the 32-bit results.
+
+        ``width`` is the bytes of an element of the operands.
+        """
         rows, columns, k = self.extents
-        b = columns * (k + _PAD) if trans_b else k * (columns + _PAD)
-        return 4 * max(rows * (k + _PAD) + b, rows * columns)
+        pad = _PAD_BYTES // width
+        b = columns * (k + pad) if trans_b else k * (columns + pad)
+        return max(2 * width * (rows * (k + pad) + b), 4 * rows * columns)
 
 
 LARGE = Tile((4, 4), (2, 2), 4)
@@ -61,7 +68,8 @@ NARROW = Tile((1, 4), (2, 1), 4)
 
 def schedule(func: tirx.PrimFunc, target: Any, tile: Tile | None = None) -> tirx.PrimFunc | None:
     """Return the scheduled product, or None where ``func`` is none that this schedule fits."""
-    if not available(target) or len(prim_func.written(func)) != 1 or gemm_match.read(func) is None:
+    gemm = gemm_match.read(func) if len(prim_func.written(func)) == 1 else None
+    if gemm is None or not available(target, str(gemm.a.dtype)):
         return None
     sch = s_tir.Schedule(func)
     found = _normalize(sch)
@@ -72,7 +80,7 @@ def schedule(func: tirx.PrimFunc, target: Any, tile: Tile | None = None) -> tirx
     dtype = _dtype(sch.get(main).reads[0])
     if tile is None:
         tile = _default(sch.get(main))
-    if tile.shared_bytes(trans_b) > int(target.attrs["max_shared_memory_per_block"]):
+    if tile.shared_bytes(trans_b, _width(dtype)) > int(target.attrs["max_shared_memory_per_block"]):
         return None
     sch.pad_einsum(main, [1, *tile.extents])
     _tensorize(sch, main, tile, intrinsic_group(dtype, trans_b))
@@ -87,8 +95,8 @@ def suits(gemm: Any, target: Any) -> bool:
     operands = {str(gemm.a.dtype), str(gemm.b.dtype)}
     sums, outputs = str(gemm.fused.epilogue.anchor.dtype), gemm.fused.epilogue.outputs
     wide = all(not isinstance(e, int) or e > _EDGE for e in (gemm.rows, gemm.n))
-    one = len(operands) == 1 and operands <= set(DTYPES) and len(outputs) == 1
-    return available(target) and one and wide and sums == "float32"
+    one = len(operands) == 1 and sums == SUMS.get(min(operands)) and len(outputs) == 1
+    return available(target, min(operands)) and one and wide
 
 
 def _default(block: Any) -> Tile:
@@ -99,6 +107,10 @@ def _default(block: Any) -> Tile:
 
 def _dtype(region: Any) -> str:
     return str(region.source.dtype)
+
+
+def _width(dtype: str) -> int:
+    return int(tvm_ffi.dtype(dtype).itemsize)
 
 
 def tile_of(trace: Sequence[Any]) -> Tile | None:
@@ -127,7 +139,7 @@ def _normalize(sch: Any) -> tuple[Any, bool] | None:
     main = reductions[0]
     stage = sch.get(main)
     operands = {_dtype(read) for read in stage.reads}
-    if len(operands) != 1 or not operands <= set(DTYPES) or _dtype(stage.writes[0]) != "float32":
+    if len(operands) != 1 or _dtype(stage.writes[0]) != SUMS.get(min(operands)):
         return None
     last = stage.reads[1].region[-1].min
     axes = {v.var: v.iter_type for v in stage.iter_vars}
@@ -193,6 +205,7 @@ def _tensorize(sch: Any, main: Any, tile: Tile, group: dict[str, str]) -> None:
 
 def _to_shared(sch: Any, outer: Any, index: int, at: Any, tile: Tile) -> None:
     """Load an operand's tile with all threads, rows padded by 16 bytes against bank conflicts."""
+    width = _width(_dtype(sch.get(outer).reads[index]))
     block = sch.cache_read(outer, index, SHARED)
     sch.compute_at(block, at)
     fused = sch.fuse(*sch.get_loops(block)[-2:])
@@ -201,7 +214,7 @@ def _to_shared(sch: Any, outer: Any, index: int, at: Any, tile: Tile) -> None:
     sch.bind(warp, "threadIdx.y")
     sch.bind(lane, "threadIdx.x")
     sch.vectorize(vector)
-    sch.storage_align(block, 0, axis=-2, factor=16, offset=_PAD)
+    sch.storage_align(block, 0, axis=-2, factor=_EDGE, offset=_PAD_BYTES // width)
     sch.annotate(block, "tirx.manifest_shared_memory_local_stage", 1)
     sch.annotate(block, "double_buffer_scope", 0)
     dlight.auto_inline_producers(sch, block)

@@ -4,52 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from tvmcap.base.codegen import compute_capability
+from tvmcap.kernel import tvmscript
 
 SHARED = "shared.dyn"
 """Where fragments are loaded from and stored to: one dynamic allocation a thread block."""
-_FIRST = 80
-"""The compute capability (times ten) from which tensor cores take bfloat16."""
+_FIRST = {"bfloat16": 80, "float16": 80, "int8": 72}
+"""The compute capability (times ten) from which products of a dtype are given to tensor cores."""
 _TVM = "tvm.s_tir.tensor_intrin"
-_DTYPES = {"bfloat16": "float32", "float16": "float32", "int8": "int32"}
+SUMS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"}
 """Dtype of the operands to that of the sums."""
 
 
-def available(target: Any) -> bool:
-    """Whether tensor cores of a target take bfloat16."""
-    return target.kind.name == "cuda" and compute_capability(target) >= _FIRST
+def available(target: Any, dtype: str = "bfloat16") -> bool:
+    """Whether products of a dtype are given to a target's tensor cores."""
+    first = _FIRST.get(dtype)
+    return first is not None and target.kind.name == "cuda" and compute_capability(target) >= first
 
 
 def import_tensor_intrinsics() -> None:
-    """Import what a TuneContext needs, fast.
-
-    TVMScript reads the source of every frame of the stack for every intrinsic, which takes 20 s
-    where torch is imported; frames without source serve it as well.
-    """
-    if _TVM in sys.modules:
-        return
-
-    def light_stack(context: int = 1) -> list[inspect.FrameInfo]:
-        frames, frame = [], inspect.currentframe()
-        while frame is not None and (frame := frame.f_back) is not None:
-            code = frame.f_code
-            frames.append(
-                inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None)
-            )
-        return frames
-
-    original, inspect.stack = inspect.stack, light_stack
-    try:
+    """Import what a TuneContext needs, fast: as TVM would, it takes 20 s beside torch."""
+    if _TVM not in sys.modules:
+        tvmscript.quicken()
         __import__(_TVM)
         _register_bfloat16()
-    finally:
-        inspect.stack = original
 
 
 @contextlib.contextmanager
@@ -87,7 +70,7 @@ def intrinsic_group(dtype: str, trans_b: bool) -> dict[str, str]:
     from tvm.s_tir.tensor_intrin.cuda import get_wmma_intrin_group
 
     if dtype != "bfloat16":
-        sums = _DTYPES[dtype]
+        sums = SUMS[dtype]
         names: dict[str, str] = get_wmma_intrin_group(SHARED, SHARED, dtype, sums, trans_b)
         return names
     trans = "_trans" if trans_b else ""

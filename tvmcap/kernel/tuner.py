@@ -15,20 +15,20 @@ from typing import Any
 from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
 from tvmcap.kernel import remote, tasks
+from tvmcap.kernel.confirming import CONFIRMED, confirm
 from tvmcap.kernel.entries import Entry, Sessions, choose, open_entries
 from tvmcap.kernel.interrupt import interruptible
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
 from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed
 from tvmcap.kernel.runner import Runner, WorkloadError
-from tvmcap.kernel.search import Proposal, Session
+from tvmcap.kernel.search import Proposal
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tracker import NoServerError
 
 logger = logging.getLogger("tvmcap")
 
 DEFAULT_TRIALS = 64
-_CONFIRMED = 3
 
 
 @dataclass(eq=False)
@@ -46,6 +46,7 @@ class Run:
     stopped: str = "exhausted"
     unmeasured: WorkloadError | None = None
     overhead_s: float = 0.0
+    measured_s: float = 0.0
     start: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of what devices share
 
@@ -112,7 +113,7 @@ class Run:
             self.stopped = "trials"
             return []
         each = (time.monotonic() - self.start) / max(self.trials, 1)
-        if self.left_s() <= (each if self.trials else 0.0):
+        if self.left_s() <= (each + self._confirming_s(measurer) if self.trials else 0.0):
             self.stopped = "budget"
             return []
         left = [e for e in self.entries if not e.exhausted]
@@ -125,7 +126,8 @@ class Run:
         left = self.limit - self.trials
         if self.trials and self.left_s() < math.inf:
             each = (time.monotonic() - self.start) / self.trials
-            left = max(1, min(left, int(self.left_s() / each)))
+            left_s = self.left_s() - self._confirming_s(measurer)
+            left = max(1, min(left, int(left_s / each)))
         measurer.build([], [entry.session.workload for entry in entries])  # while evolution runs
         batches: list[tuple[Entry, list[Proposal]]] = []
         for entry in entries:
@@ -214,6 +216,7 @@ class Run:
         runner: Runner,
     ) -> list[Measurement]:
         """Measure proposals, appending each record as it comes."""
+        start = time.monotonic()
         results: list[Measurement] = []
         candidates = [p.candidate for p in proposals]
         measured = measurer.measure(entry.session.workload, candidates, limit_us, runner)
@@ -221,6 +224,8 @@ class Run:
             with self._lock:
                 self._think(self._keep, entry, proposal, result)
             results.append(result)
+        with self._lock:
+            self.measured_s += time.monotonic() - start
         return results
 
     def _keep(self, entry: Entry, proposal: Proposal, result: Measurement) -> None:
@@ -254,25 +259,28 @@ class Run:
             entry.session.name, best_us, self.trials, sum(self.failures.values()), max(left, 0.0)
         )
 
+    def _confirming_s(self, measurer: Measurer) -> float:
+        """Seconds to leave for measuring the fastest of each session again: nothing is built."""
+        tried = sum(entry.trials > 0 for entry in self.entries)
+        each = self.measured_s / max(self.trials, 1)
+        return tried * CONFIRMED * each / len(measurer.runners)
+
     def _confirm(self, measurer: Measurer, entry: Entry, runner: Runner) -> None:
-        """Measure a session's fastest again, until the best was measured twice."""
-        session, confirmed = entry.session, set[str]()
-        while entry.trials and self.left_s() > 0 and len(confirmed) < 3 * _CONFIRMED:
-            best = session.best()
-            if best is None or best.candidate in confirmed:
-                break
-            again = session.repeat(_top(session, confirmed))
-            if not again:
-                break
+        """Measure a session's fastest again."""
+
+        def measure(again: list[Proposal], limit_us: float | None) -> list[Measurement]:
             candidates = [p.candidate for p in again]
-            measured = measurer.measure(session.workload, candidates, best.median_us, runner)
-            try:
-                records = [session.record(p, r) for p, r in zip(again, measured, strict=True)]
-            except WorkloadError as e:
-                return self._leave_out(entry, e)
+            return list(measurer.measure(entry.session.workload, candidates, limit_us, runner))
+
+        def keep(records: list[Record]) -> None:
             with self._lock:
                 self.stores.append(records)
-            confirmed |= {r.candidate for r in records}
+
+        if entry.trials:
+            try:
+                confirm(entry.session, measure, keep)
+            except WorkloadError as e:
+                self._leave_out(entry, e)
 
     def result(self) -> TuneRun:
         """Return what came of the run."""
@@ -296,9 +304,3 @@ class Run:
 
 def _median(record: Record | None) -> float | None:
     return None if record is None else record.median_us
-
-
-def _top(session: Session, confirmed: set[str]) -> list[Record]:
-    known = session.latest().values()
-    good = [r for r in known if r.median_us is not None and r.candidate not in confirmed]
-    return sorted(good, key=lambda r: r.median_us or 0.0)[:_CONFIRMED]

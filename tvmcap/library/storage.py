@@ -63,20 +63,20 @@ def assign(slots: Sequence[Slot]) -> list[Storage]:
 
 def unit_text(unit: tuple[Any, ...]) -> str:
     """Write symbolic factors as a size expression; "" where there are none."""
-    return " * ".join(f"({_size_text(factor)})" for factor in unit)
+    return " * ".join(f"({size_text(factor)})" for factor in unit)
 
 
 _SIGNS = {tirx.Add: "+", tirx.Sub: "-", tirx.Mul: "*", tirx.FloorDiv: "//", tirx.FloorMod: "%"}
 
 
-def _size_text(expr: Any) -> str:
+def size_text(expr: Any) -> str:
     """Write an extent by its dimensions' names; TVM's printer renames those called T, R or I."""
     if isinstance(expr, tirx.Var | tirx.IntImm):
         return str(expr.name if isinstance(expr, tirx.Var) else int(expr))
     if type(expr) in _SIGNS:
-        return f"({_size_text(expr.a)} {_SIGNS[type(expr)]} {_size_text(expr.b)})"
+        return f"({size_text(expr.a)} {_SIGNS[type(expr)]} {size_text(expr.b)})"
     if isinstance(expr, tirx.Min | tirx.Max):
-        return f"{type(expr).__name__.lower()}({_size_text(expr.a)}, {_size_text(expr.b)})"
+        return f"{type(expr).__name__.lower()}({size_text(expr.a)}, {size_text(expr.b)})"
     return str(expr)
 
 

@@ -13,9 +13,9 @@ from tvmcap.base.signature import DimSpec, Signature, TensorSpec, Tree, evaluate
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What follows from the input shapes of a call.
+    """What follows from the input shapes of a call; each has its own identity.
 
     Attributes
     ----------

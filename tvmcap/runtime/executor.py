@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
-import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from tvmcap.base.errors import InputError, LibraryError
-from tvmcap.base.manifest import read_manifest
+from tvmcap.base.errors import InputError, TvmcapError
+from tvmcap.base.manifest import Manifest, read_manifest
 from tvmcap.base.signature import unflatten
-from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain, make_plan
-from tvmcap.runtime.frameworks import Copies, DLPackTensors
-from tvmcap.runtime.loader import Library, configure_threads, empty, ffi
+from tvmcap.runtime.binding import Plan, Shape, flatten_call, flatten_outputs, is_plain
+from tvmcap.runtime.bound import Ready
+from tvmcap.runtime.buckets import Buckets
+from tvmcap.runtime.checker import Checker, check_overlap, failure
+from tvmcap.runtime.counts import Counts, count
+from tvmcap.runtime.frameworks import MISALIGNED
+from tvmcap.runtime.graphs import LIMIT_BYTES
+from tvmcap.runtime.loader import Library
 from tvmcap.runtime.machine import check_machine
-from tvmcap.runtime.numpy_tensors import NumpyTensors
-from tvmcap.runtime.torch_tensors import TorchTensors
-from tvmcap.runtime.trace import Trace, trace_call
+from tvmcap.runtime.seen import Seen, guard
+from tvmcap.runtime.threads import Contexts, Threads
+from tvmcap.runtime.torch_tensors import TorchTensors, telling
+from tvmcap.runtime.trace import Trace, Watch, watched
 from tvmcap.runtime.vendor import provide
 
-_PLANS_KEPT = 1024
+#: Looks of calls that a thread remembers.
+_SEEN = 1024
 
 
 class Executor:
@@ -37,6 +45,8 @@ class Executor:
     ----------
     path : the library; its weights file, where it has one, lies beside it.
     device : index of the GPU, for a library built for one.
+    manifest : what the file says, where that was read and checked before; it may name another
+        entry.
 
     Raises
     ------
@@ -44,118 +54,237 @@ class Executor:
         Before anything of the file is loaded.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, device: int = 0) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, device: int = 0, manifest: Manifest | None = None
+    ) -> None:
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
+        self.manifest = manifest or read_manifest(self.path)
         self.signature = self.manifest.signature
         check_machine(self.manifest, device)
         provide(self.manifest.needs, self.path)
         self._library = Library(self.path, self.manifest, device)
-        self._weights = self._library.weights
-        cuda = self.manifest.target["kind"] == "cuda"
-        self._machine = _CudaMachine(self._library) if cuda else _CpuMachine(self._library)
-        self._copies = Copies()
-        self._frameworks: dict[type, Any] = {}
-        self._plans: dict[tuple[type, tuple[Shape, ...]], Plan] = {}
+        self._checker = Checker(self.signature, self._library.device)
         self._plain = is_plain(self.signature)
         self._count = len(self.signature.arg_names)
         self._single = self.signature.out_tree["kind"] == "leaf"
+        tell = telling(self.signature)
+        self._telling = tell[0]
+        self._may_be_quick = self._plain and self._single and len(tell) == 1
+        self._quick = self._may_be_quick
+        self._contexts = Contexts(self._library, self.manifest)
+        self._threads = Threads(self._contexts)  # with this thread's memory, now and not at a call
+        self._buckets: Buckets | None = None
 
     @property
     def copies(self) -> int:
         """Inputs copied so far because they were not contiguous or not aligned."""
-        return self._copies.count
+        return self._checker.copies.count
+
+    @property
+    def counts(self) -> Counts:
+        """What the calls of the calling thread took beside kernels."""
+        return count(self._threads.here, self.copies)
+
+    def use_graphs(self, *, buckets: Sequence[int] = (), limit_bytes: int = LIMIT_BYTES) -> None:
+        """Record calls as CUDA graphs, in every thread; see ``Compiled.use_graphs``."""
+        self._buckets = Buckets(self.signature, buckets) if buckets else None
+        self._quick = self._may_be_quick and not buckets
+        self._contexts.use_graphs(limit_bytes)
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run the function on tensors of its signature; ``out`` receives the result where given.
 
         Raises InputError for arguments that do not fit the signature.
         """
-        framework, values, plan = self._bind(args, kwargs)
+        return self.call(args, out, kwargs)
+
+    def call(self, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the function, as ``__call__`` does."""
+        context = self._threads.here
+        if out is not None and not kwargs and self._quick and self._again(context, args, out):
+            return out
+        framework, values, addresses, plan = self._bind(args, kwargs)
         if out is None:
             results, targets = framework.outputs(plan)
+            places = None
+            if context.graphs is not None:
+                places = (*addresses, *[target.data_ptr() for target in targets])
         else:
             results = [out] if self._single else flatten_outputs(self.signature, out)
-            targets = framework.check_out(results, plan)
-            _check_overlap(values, targets, plan)
-        if plan.zero:
-            values, targets = self._compact(values), self._compact(targets)
-        if not plan.skip:
-            try:
-                self._machine.run(*values, *self._weights, *targets)
-            except Exception as e:
-                raise self._failure(plan, e) from e
+            targets, ends = framework.check_out(results, plan)
+            places = (*addresses, *ends)
+            check_overlap(places, plan)
+            if self._quick and values is args and not plan.zero:
+                if len(context.seen) >= _SEEN:
+                    context.seen.clear()
+                check = guard(sys.modules["torch"], (*args, out))
+                context.seen[args[self._telling].shape] = Seen(check, plan, places)
+        if self._buckets is None:
+            self._run(context, plan, values, targets, places)
+        else:
+            self._run_in_bucket(context, framework, plan, values, targets, places)
         return results[0] if self._single else unflatten(self.signature.out_tree, results)
 
-    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Plan]:
-        """Return the framework of a call, the tensors to pass, and what their shapes imply."""
+    def _again(self, context: Any, args: Sequence[Any], out: Any) -> bool:
+        """Run a call that looks like one before; False where it has to be checked first."""
+        try:
+            seen = context.seen.get(args[self._telling].shape)
+            if seen is None or not seen.check(*args, out):
+                return False
+            places = (*[x.data_ptr() for x in args], out.data_ptr())
+        # no tensor, or one without memory, or another number of arguments
+        except (AttributeError, IndexError, TypeError, RuntimeError):
+            return False
+        if places != seen.places:
+            if functools.reduce(operator.or_, places) & MISALIGNED:
+                return False
+            check_overlap(places, seen.plan)
+            seen.places = places
+        try:
+            context.run(seen.plan, args, (out,), places)
+        except TvmcapError:
+            raise
+        except Exception as e:
+            raise failure(self.path, self.device, seen.plan, e) from e
+        return True
+
+    def _run(
+        self,
+        context: Any,
+        plan: Plan,
+        values: Sequence[Any],
+        targets: Sequence[Any],
+        places: tuple[int, ...] | None,
+    ) -> None:
+        """Run on tensors that were checked; without the addresses of all, no replay."""
+        if plan.zero:
+            if plan.skip:
+                return
+            values, targets, places = (
+                self._checker.compact(values),
+                self._checker.compact(targets),
+                None,
+            )
+        try:
+            context.run(plan, values, targets, places)
+        except TvmcapError:
+            raise
+        except Exception as e:
+            raise failure(self.path, self.device, plan, e) from e
+
+    def _run_in_bucket(
+        self,
+        context: Any,
+        framework: Any,
+        plan: Plan,
+        values: Sequence[Any],
+        targets: Sequence[Any],
+        places: tuple[int, ...] | None,
+    ) -> None:
+        """Run at the size of a bucket and copy the rows; other sizes run and are not recorded."""
+        buckets = self._buckets
+        size = buckets.find(plan) if buckets and isinstance(framework, TorchTensors) else None
+        if buckets is None or size is None:
+            recorded = buckets is not None and buckets.holds(plan)
+            self._run(context, plan, values, targets, places if recorded else None)
+            return
+
+        def run(
+            inputs: Sequence[Any], shapes: tuple[Shape, ...], outputs: Sequence[Any] | None
+        ) -> list[Any]:
+            padded = self._checker.plan(framework, shapes)
+            made = list(outputs or framework.outputs(padded)[1])
+            self._run(context, padded, inputs, made, tuple(x.data_ptr() for x in (*inputs, *made)))
+            return made
+
+        values = [value.detach() for value in values]
+        for target, rows in zip(
+            targets, buckets.call(size, plan, values, context.slots, run), strict=True
+        ):
+            target.copy_(rows)
+
+    def bind(self, name: str, tensor: Any) -> None:
+        """Keep a tensor for the runs of this thread; see ``Compiled.bind``."""
+        self._threads.here.bound.bind(name, tensor)
+
+    def run(self) -> None:
+        """Run the function on what this thread has bound; see ``Compiled.run``."""
+        context = self._threads.here
+        ready = context.bound.ready or self._prepare(context)
+        self._run(context, *ready)
+
+    def output(self, position: int = 0) -> Any:
+        """Return an output of this thread's last run; see ``Compiled.output``."""
+        results = self._threads.here.bound.results
+        if results is None:
+            raise InputError("output: expected a run before; call run() first")
+        try:
+            return results[position]
+        except (IndexError, TypeError) as e:
+            last = len(results) - 1
+            raise InputError(f"output: expected a number from 0 to {last}, got {position!r}") from e
+
+    def _prepare(self, context: Any) -> Ready:
+        """Check what is bound and return what runs it as long as nothing is bound anew."""
+        bound = context.bound
+        leaves, copied = bound.leaves(), self._checker.copies.here
+        framework, values, addresses, plan = self._checker.check(leaves)
+        if self._checker.copies.here != copied:
+            raise InputError(
+                "run: expected contiguous tensors aligned to 16 bytes, got one that has to be "
+                "copied; a tensor is used where it lies, so bind a compact copy"
+            )
+        results = bound.targets(framework, plan)
+        targets, ends = framework.check_out(results, plan)
+        places = (*addresses, *ends)
+        check_overlap(places, plan)
+        recorded = self._buckets is None or self._buckets.holds(plan)
+        bound.results, bound.ready = results, (plan, values, targets, places if recorded else None)
+        ready: Ready = bound.ready
+        return ready
+
+    def close(self) -> None:
+        """Free the memory of every thread; a call after that raises LibraryError."""
+        self._contexts.close(f"{self.path}: this library was closed; load it again")
+        self._library.close()
+        self._checker.plans.clear()
+
+    def _bind(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Sequence[Any], list[int], Plan]:
+        """Return the framework of a call, tensors to pass, their addresses, what shapes imply."""
         if kwargs or not self._plain or len(args) != self._count:
             args = flatten_call(self.signature, args, kwargs)
-        kind = type(args[0]) if args else type(None)
-        framework = self._frameworks.get(kind) or self._framework_for(args)
-        values, shapes = framework.inputs(args)
-        plan = self._plans.get((kind, shapes))
-        if plan is None:
-            plan = self._make_plan(framework, shapes)
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            self._plans[kind, shapes] = plan
-        return framework, values, plan
-
-    def _framework_for(self, leaves: Sequence[Any]) -> Any:
-        """Choose by the first tensor; without any, torch's where torch is in use, else NumPy's."""
-        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        first = leaves[0] if leaves else None
-        if torch is not None and (isinstance(first, torch.Tensor) or not leaves):
-            make: type = TorchTensors
-        elif not leaves or (numpy is not None and isinstance(first, numpy.ndarray | numpy.generic)):
-            make = NumpyTensors
-        else:
-            make = DLPackTensors
-        framework = self._frameworks.get(make) or make(
-            self.signature, self._library.device, self._copies
-        )
-        self._frameworks[make] = self._frameworks[type(first)] = framework
-        return framework
-
-    def _make_plan(self, framework: Any, shapes: tuple[Shape, ...]) -> Plan:
-        plan = make_plan(self.signature, shapes, lambda dtype: int(ffi().dtype(dtype).itemsize))
-        return replace(plan, recipe=framework.recipe(plan))
-
-    def _compact(self, tensors: Sequence[Any]) -> list[Any]:
-        """Replace tensors without elements, whose strides the kernels would refuse."""
-        compact = []
-        for tensor in tensors:
-            if 0 in tensor.shape:
-                dtype = str(ffi().from_dlpack(tensor).dtype)
-                tensor = empty(tuple(tensor.shape), dtype, self._library.device)
-            compact.append(tensor)
-        return compact
-
-    def _failure(self, plan: Plan, error: Exception) -> Exception:
-        if plan.zero:
-            return InputError(
-                f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: "
-                f"{error}"
-            )
-        return LibraryError(
-            f"{self.path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
-            "again, and report it "
-            f"if it fails again; original: {error}"
-        )
+        return self._checker.check(args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
-        framework, values, plan = self._bind(args, kwargs)
+        self._contexts.check()
+        context = self._threads.here
+        framework, values, _, plan = self._bind(args, kwargs)
         targets = framework.outputs(plan)[1]
         if plan.skip:
             return Trace((), 0)
         if plan.zero:
-            values, targets = self._compact(values), self._compact(targets)
+            values, targets = self._checker.compact(values), self._checker.compact(targets)
         try:
-            return self._machine.trace(*values, *self._weights, *targets)
+            return context.trace(values, targets)
         except Exception as e:
-            raise self._failure(plan, e) from e
+            raise failure(self.path, self.device, plan, e) from e
+
+    @property
+    def device(self) -> Any:
+        """The ``tvm_ffi.Device`` that the library runs on."""
+        return self._library.device
+
+    def sizes(self, *args: Any, **kwargs: Any) -> Mapping[str, int]:
+        """Return the symbolic sizes of a call, without running it."""
+        return self._bind(args, kwargs)[-1].dims
+
+    def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
+        """Call ``before`` and ``after`` with the name of each kernel that this thread launches."""
+        self._contexts.check()
+        return watched(self._threads.here.arena.vm, before, after)
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Run one call and return the names of the kernels it launched, in order."""
@@ -163,66 +292,5 @@ class Executor:
 
     def peak_bytes(self, *args: Any, **kwargs: Any) -> int:
         """Run one call and return the bytes of its outputs and of intermediates alive at once."""
-        _, _, plan = self._bind(args, kwargs)
+        *_, plan = self._bind(args, kwargs)
         return self.trace(*args, **kwargs).intermediate_bytes + sum(plan.output_bytes)
-
-
-def _check_overlap(values: Sequence[Any], targets: Sequence[Any], plan: Plan) -> None:
-    """Refuse results that share memory with an argument or each other."""
-    taken = [(value.data_ptr(), size) for value, size in zip(values, plan.input_bytes, strict=True)]
-    for target, size in zip(targets, plan.output_bytes, strict=True):
-        start = target.data_ptr()
-        if any(start < other + other_size and other < start + size for other, other_size in taken):
-            raise InputError(
-                "out: expected memory of its own, got memory shared with an argument or another "
-                "output"
-            )
-        taken.append((start, size))
-
-
-class _CpuMachine(threading.local):
-    """A virtual machine and a thread pool a calling thread; code and weights are shared."""
-
-    def __init__(self, library: Library) -> None:
-        configure_threads()
-        self._library = library
-        self.run = library.new_vm()["main"]
-
-    def trace(self, *tensors: Any) -> Trace:
-        vm = self._library.new_vm()
-        return trace_call(vm, lambda: vm["main"](*tensors))
-
-
-class _CudaMachine:
-    """One virtual machine, as each keeps its own weights; one call at a time, on its stream."""
-
-    _last_stream: dict[int, Any] = {}
-    _lock = threading.RLock()
-
-    def __init__(self, library: Library) -> None:
-        self._device = library.device
-        self._vm = library.new_vm()
-        self._main = self._vm["main"]
-
-    def run(self, *tensors: Any) -> None:
-        torch = sys.modules.get("torch")
-        with self._lock:
-            if torch is None:
-                self._main(*tensors)
-                return
-            stream = torch.cuda.current_stream(self._device.index)
-            self._follow(torch, stream)
-            with ffi().use_raw_stream(self._device, stream.cuda_stream):
-                self._main(*tensors)
-
-    def _follow(self, torch: Any, stream: Any) -> None:
-        """Order this call after one on another stream: both may get the same intermediates."""
-        index = self._device.index
-        last = self._last_stream.get(index, stream)
-        if last.cuda_stream != stream.cuda_stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(last)
-        self._last_stream[index] = stream
-
-    def trace(self, *tensors: Any) -> Trace:
-        with self._lock:
-            return trace_call(self._vm, lambda: self.run(*tensors))

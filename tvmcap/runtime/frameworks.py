@@ -9,6 +9,7 @@ is wrong or mends it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +25,21 @@ MISALIGNED = ALIGNMENT - 1
 
 
 class Copies:
-    """Counts the inputs that had to be copied, and logs the first."""
+    """Counts the inputs that had to be copied, and logs the first.
+
+    Attributes
+    ----------
+    count: in all threads; ``here`` in the calling one.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._thread = threading.local()
+
+    @property
+    def here(self) -> int:
+        """Copies in the calling thread."""
+        return getattr(self._thread, "count", 0)
 
     def note(self, name: str, why: str) -> None:
         """Count one copy of the argument ``name``."""
@@ -39,6 +51,7 @@ class Copies:
                 why,
             )
         self.count += 1
+        self._thread.count = self.here + 1
 
 
 def wrong(name: str, expected: object, got: object, advice: str = "") -> InputError:
@@ -72,13 +85,20 @@ class DLPackTensors:
         self._device = device
         self._copies = copies
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-        """Return tvm_ffi tensors on the arguments' memory, and their shapes."""
+    def recall(self, leaves: Sequence[Any]) -> None:
+        """Recognize no inputs."""
+
+    def remember(self, leaves: Sequence[Any], values: Sequence[Any], plan: Plan) -> None:
+        """Remember no inputs."""
+
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
+        """Return tvm_ffi tensors on the arguments' memory, their shapes and their addresses."""
         values = [
             adopt_dlpack(x, spec, self._device, self._copies)
             for x, spec in zip(leaves, self._signature.inputs, strict=True)
         ]
-        return values, tuple(tuple(value.shape) for value in values)
+        shapes = tuple(tuple(value.shape) for value in values)
+        return values, shapes, [value.data_ptr() for value in values]
 
     def outputs(self, plan: Plan) -> tuple[list[Any], list[Any]]:
         """Return new tensors, twice."""
@@ -91,8 +111,18 @@ class DLPackTensors:
             zip(plan.shapes, [spec.dtype for spec in self._signature.outputs], strict=True)
         )
 
-    def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
-        """Check the caller's results, and return them as tvm_ffi tensors."""
+    def flat(self, position: int, count: int) -> Any:
+        """Return memory for ``count`` elements of an output."""
+        return empty((count,), self._signature.outputs[position].dtype, self._device)
+
+    def carve(self, memory: Any, plan: Plan, position: int) -> Any:
+        """Return an output of ``plan`` at the start of what ``flat`` made."""
+        dtype = ffi().dtype(self._signature.outputs[position].dtype)
+        view = ffi().get_global_func("runtime.TVMTensorCreateView")
+        return view(memory, plan.shapes[position], dtype, 0)
+
+    def check_out(self, out: Sequence[Any], plan: Plan) -> tuple[list[Any], list[int]]:
+        """Check the caller's results; return them as tvm_ffi tensors, and their addresses."""
         targets = []
         for x, spec, shape in zip(out, self._signature.outputs, plan.shapes, strict=True):
             tensor = _import(
@@ -100,7 +130,7 @@ class DLPackTensors:
             )
             check_out(spec, shape, tuple(tensor.shape), tensor.is_contiguous(), tensor.data_ptr())
             targets.append(tensor)
-        return targets
+        return targets, [target.data_ptr() for target in targets]
 
 
 def adopt_dlpack(x: Any, spec: TensorSpec, device: Any, copies: Copies) -> Any:

@@ -22,7 +22,8 @@ from tvmcap.base.tensors import read_tensors
 from tvmcap.runtime.machine import usable_cores
 
 _log = logging.getLogger("tvmcap")
-_POOLED = 2
+# TVM's allocators (tvm/runtime/memory/memory_manager.h)
+_NAIVE, _POOLED = 1, 2
 _SHARE_CORES = -3
 _DEVICE_TYPES = {"llvm": 1, "cuda": 2}
 _thread = threading.local()
@@ -135,7 +136,9 @@ class Library:
             load_cuda_runtime()
         self._device = ffi().device({"llvm": "cpu"}.get(kind, kind), device)
         self._device_type = _DEVICE_TYPES[kind]
-        self._code = _code(path)
+        # an arena is made once, and its memory goes back to the device, after all work there
+        self._allocator = _POOLED if kind == "llvm" else _NAIVE
+        self._code: _Code | None = _code(path)
         self.weights = _load_weights(path, manifest, self._device)
 
     @property
@@ -143,10 +146,17 @@ class Library:
         """The ``tvm_ffi.Device`` that the library runs on."""
         return self._device
 
+    def close(self) -> None:
+        """Let go of code and weights, which are freed once no virtual machine uses them."""
+        self.weights = ()
+        self._code = None
+
     def new_vm(self) -> Any:
         """Return a virtual machine, for one thread at a time."""
+        if self._code is None:
+            raise LibraryError("this library was closed; load it again")
         vm = self._code.module["vm_load_executable"]()
-        args = [self._device_type, self._device.index, _POOLED]
+        args = [self._device_type, self._device.index, self._allocator]
         if self._device_type != 1:
             args += [1, 0, _POOLED]  # shapes are computed on the host
         vm["vm_initialization"](*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,10 +55,16 @@ class NumpyTensors:
                 ) from e
             return self._np.dtype(getattr(ml_dtypes, spec.dtype))
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-        """Return the arrays as tensors to pass, and their shapes."""
+    def recall(self, leaves: Sequence[Any]) -> None:
+        """Recognize no inputs."""
+
+    def remember(self, leaves: Sequence[Any], values: Sequence[Any], plan: Plan) -> None:
+        """Remember no inputs."""
+
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...], list[int]]:
+        """Return the arrays as tensors to pass, their shapes and their addresses."""
         types, import_tensor = self._types, self._import
-        values, shapes = [], []
+        values, shapes, addresses = [], [], []
         for position, dtype in enumerate(self._dtypes):
             x, tensor = leaves[position], None
             if type(x) in types and x.dtype is dtype and x.flags.c_contiguous:
@@ -65,11 +72,14 @@ class NumpyTensors:
                     tensor = import_tensor(x)
                 except BufferError:  # read-only, or a dtype that NumPy does not export
                     tensor = None
-            if tensor is None or tensor.data_ptr() & MISALIGNED:
+            address = MISALIGNED if tensor is None else tensor.data_ptr()
+            if address & MISALIGNED:
                 tensor = x = self._adopt(x, self._specs[position], dtype)
+                address = tensor.data_ptr()
             values.append(tensor)
             shapes.append(x.shape)
-        return values, tuple(shapes)
+            addresses.append(address)
+        return values, tuple(shapes), addresses
 
     def _adopt(self, x: Any, spec: TensorSpec, dtype: Any) -> Any:
         np = self._np
@@ -127,8 +137,18 @@ class NumpyTensors:
         dtypes = [dtype for _, dtype in self._outputs]
         return tuple(zip(plan.shapes, dtypes, plan.output_bytes, foreign, strict=True))
 
-    def check_out(self, out: Sequence[Any], plan: Plan) -> list[Any]:
-        """Check the caller's results, and return tensors on their memory."""
+    def flat(self, position: int, count: int) -> Any:
+        """Return memory for ``count`` elements of an output."""
+        dtype = self._outputs[position][1]
+        return self._empty((count,), dtype, count * dtype.itemsize)
+
+    def carve(self, memory: Any, plan: Plan, position: int) -> Any:
+        """Return an output of ``plan`` at the start of what ``flat`` made."""
+        shape = plan.shapes[position]
+        return memory[: math.prod(shape)].reshape(shape)
+
+    def check_out(self, out: Sequence[Any], plan: Plan) -> tuple[list[Any], list[int]]:
+        """Check the caller's results; return tensors on their memory, and their addresses."""
         targets = []
         for x, (spec, dtype), shape in zip(out, self._outputs, plan.shapes, strict=True):
             name = f"out ({spec.name})"
@@ -140,4 +160,4 @@ class NumpyTensors:
                 raise wrong(name, "a writable array", "a read-only one")
             check_out(spec, shape, x.shape, x.flags.c_contiguous, x.ctypes.data)
             targets.append(self._wrap(x, spec.dtype))
-        return targets
+        return targets, [target.data_ptr() for target in targets]

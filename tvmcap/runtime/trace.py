@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,27 @@ def trace_call(vm: Any, call: Callable[[], object]) -> Trace:
     finally:
         vm["set_instrument"](None)
     return Trace(tuple(kernels), live.peak)
+
+
+Watch = Callable[[str], object]
+"""(name of a kernel) -> None."""
+
+
+@contextlib.contextmanager
+def watched(vm: Any, before: Watch, after: Watch) -> Iterator[None]:
+    """Call ``before`` and ``after`` with the name of each kernel that ``vm`` launches."""
+    import tvm_ffi
+
+    def observe(function: Any, symbol: str, starts: bool, result: Any, *args: Any) -> int:
+        if not symbol.startswith("vm.") and not _HOST_FUNCTION.match(symbol):
+            (before if starts else after)(symbol)
+        return 0
+
+    vm["set_instrument"](tvm_ffi.convert(observe))
+    try:
+        yield
+    finally:
+        vm["set_instrument"](None)
 
 
 class _Storages:

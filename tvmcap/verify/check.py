@@ -67,6 +67,12 @@ def verify(
     subject = Subject.of(compiled, reference)
     seed = int(getattr(compiled.config, "seed", 0) if seed is None else seed)
     example = subject.example
+    if compiled.manifest.training is not None:
+        from tvmcap.verify.gradients import verify_gradients
+
+        return verify_gradients(
+            compiled, subject.eager, example, subject.keywords, sizes=sizes, seed=seed
+        )
     sets = plan_inputs(subject.signature, example, level=level, sizes=sizes, seed=seed)
     sets = [s for s in sets if s.kind != "nonfinite" or not subject.finite_only]
     checks: list[Check] = []
@@ -185,9 +191,13 @@ def device_of(compiled: Any) -> str:
 
 
 def example_leaves(captured: Any) -> list[torch.Tensor]:
-    """Flatten the example inputs of ``captured`` in the order of its signature."""
+    """Flatten the example inputs of ``captured`` in the order of its signature.
+
+    With gradients, the parameters and buffers of a module are no part of it.
+    """
     values = (*captured.args, *captured.kwargs.values())
-    return flatten(captured.signature.in_tree, values)
+    tree = captured.signature.in_tree
+    return flatten({**tree, "items": tree["items"][: len(values)]}, values)
 
 
 def _home(
@@ -202,21 +212,29 @@ def _home(
 
 def check_set(subject: Subject, chosen: InputSet) -> Check:
     """Compare on one set of inputs; draw it again where a failure may be luck."""
+    return check_redrawn(lambda inputs: _compare_once(subject, inputs), chosen)
+
+
+def check_redrawn(once: Callable[[InputSet], tuple[Comparison, ...]], chosen: InputSet) -> Check:
+    """Compare with ``once`` on a set of inputs, and on others like it where a failure may be luck.
+
+    ``once`` raises NoReference where there is nothing to compare with.
+    """
     start = time.monotonic()
     kind, sizes = chosen.kind, chosen.sizes
     draws = 1
     try:
-        outputs = _compare_once(subject, chosen)
+        outputs = once(chosen)
         while draws <= _REDRAWS and _worth_redrawing(outputs):
-            again = _compare_once(subject, replace(chosen, seed=chosen.seed + 7919 * draws))
+            again = once(replace(chosen, seed=chosen.seed + 7919 * draws))
             outputs = tuple(pool(a, b) for a, b in zip(outputs, again, strict=True))
             draws += 1
-    except _NoReference as e:
+    except NoReference as e:
         return Check(kind, sizes, skipped=str(e), seconds=time.monotonic() - start)
     return Check(kind, sizes, outputs, draws=draws, seconds=time.monotonic() - start)
 
 
-class _NoReference(Exception):
+class NoReference(Exception):
     """PyTorch cannot run these inputs, or not in higher precision: nothing to compare with."""
 
 
@@ -233,7 +251,7 @@ def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
     except TvmcapError:
         raise
     except Exception as e:
-        raise _NoReference(f"{what}: {(str(e).splitlines() or [repr(e)])[0]}") from e
+        raise NoReference(f"{what}: {(str(e).splitlines() or [repr(e)])[0]}") from e
     if versions != [t._version for t in home]:
         raise VerifyError(
             "the PyTorch code writes to its arguments; verify a function that does not"

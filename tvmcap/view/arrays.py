@@ -39,14 +39,46 @@ def draw(signature: Signature, sizes: Mapping[str, int], seed: int) -> list[Any]
 
 def read(path: str, signature: Signature) -> list[Any]:
     """Read the inputs by their names; a .npy file is the only input."""
-    names = [s.name for s in signature.inputs]
+    return _read(path, [s.name for s in signature.inputs])
+
+
+def read_sample(path: str, signature: Signature) -> tuple[list[Any], dict[str, Any]]:
+    """Read the inputs, and the outputs by name, of a file that holds both.
+
+    Inputs get the dtypes of the signature where those are 16-bit or 8-bit floats.
+    """
+    _check_sample(path)
+    ins, outs = ([s.name for s in specs] for specs in (signature.inputs, signature.outputs))
+    found = _read(path, [*ins, *outs])
+    inputs = [
+        a.astype(numpy_dtype(s.dtype)) if s.dtype.startswith(("bfloat", "float8")) else a
+        for a, s in zip(found, signature.inputs, strict=False)
+    ]
+    return inputs, dict(zip(outs, found[len(ins) :], strict=True))
+
+
+def write_sample(
+    path: str, signature: Signature, leaves: list[Any], outputs: Mapping[str, Any]
+) -> None:
+    """Write inputs and outputs to one file; 16-bit brain and 8-bit floats as float32."""
+    _check_sample(path)
+    inputs = {s.name: to_numpy(a) for s, a in zip(signature.inputs, leaves, strict=True)}
+    write(path, {**inputs, **outputs})
+
+
+def _check_sample(path: str) -> None:
+    if Path(path).suffix not in (".npz", ".safetensors"):
+        raise ConfigError(f"--sample {path}: expected .npz or .safetensors")
+
+
+def _read(path: str, names: list[str]) -> list[Any]:
     suffix = Path(path).suffix
     if suffix not in _FORMATS:
         raise ConfigError(f"{path}: expected one of {', '.join(_FORMATS)}")
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file")
     if suffix == ".npy" and len(names) != 1:
-        raise ConfigError(f"{path}: one array for the inputs {', '.join(names)}; use .npz")
+        raise ConfigError(f"{path}: one array for {', '.join(names)}; use .npz")
     found = _read_arrays(path, suffix, names[0] if names else "")
     missing = [n for n in names if n not in found]
     if missing:
@@ -104,7 +136,7 @@ def write(path: str, outputs: Mapping[str, Any]) -> None:
     """Write outputs to .npz, .safetensors, or (one output) .npy."""
     suffix = Path(path).suffix
     if suffix not in _FORMATS or (suffix == ".npy" and len(outputs) != 1):
-        raise ConfigError(f"--save {path}: expected .npz, .safetensors, or .npy for one output")
+        raise ConfigError(f"{path}: expected .npz, .safetensors, or .npy for one output")
     save_file = _safetensors().save_file if suffix == ".safetensors" else None
     try:
         if save_file is not None:
@@ -115,7 +147,7 @@ def write(path: str, outputs: Mapping[str, Any]) -> None:
             np.save(path, next(iter(outputs.values())))
     except Exception as e:
         raise TvmcapError(
-            f"--save {path}: cannot be written ({_one_line(e)}); name a file in a folder that "
+            f"{path}: cannot be written ({_one_line(e)}); name a file in a folder that "
             "exists and that you may write to"
         ) from e
 

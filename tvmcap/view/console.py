@@ -34,8 +34,9 @@ def show(as_json: bool, data: Any, table: Callable[[], Any]) -> None:
 
 
 def write(text: str) -> None:
-    """Write text that ends with one newline."""
+    """Write text that ends with one newline, at once."""
     sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()
 
 
 def write_json(data: Mapping[str, Any] | list[Any]) -> None:

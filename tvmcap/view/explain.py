@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tvmcap.base.training import Training
 from tvmcap.view import accuracy
 from tvmcap.view.inspect import signature_text
 
@@ -18,6 +19,8 @@ def explain(compiled: Any) -> str:
     if manifest.frozen:
         names = ", ".join(manifest.frozen)
         sections.append(f"frozen at build (a later change in PyTorch is not seen): {names}")
+    if manifest.training is not None:
+        sections.append(_training(manifest.training))
     if compiled.accuracy is not None:
         sections.append(accuracy.text(compiled.accuracy))
     sections.append("\n".join(["kernels", *map(_task, manifest.coverage)]))
@@ -46,6 +49,21 @@ def _origin(compiled: Any) -> str:
         )
     state = {True: "yes", False: "no", None: "not yet: tvmcap.verify(lib, reference=fn)"}
     lines.append(f"verified: {state[manifest.verified]}")
+    return "\n".join(lines)
+
+
+def _training(training: Training) -> str:
+    """Say what the forward entry saves for the backward one, and what gets a gradient."""
+    lines = [f"with gradients, memory_budget {training.memory_budget:g}; saved for the backward"]
+    for saved in training.saved:
+        shape = ", ".join(map(str, saved.shape))
+        where = "" if saved.source == "own" else f" (the {saved.source} itself)"
+        lines.append(f"  {saved.name}: {saved.dtype}[{shape}]{where}")
+    if training.updates:
+        lines.append(f"buffers that a call changes: {', '.join(training.updates)}")
+    if training.draws:
+        drawn = ", ".join(dict.fromkeys(draw.operator for draw in training.draws))
+        lines.append(f"drawn by PyTorch's generator before a call: {drawn}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,172 @@
+"""Closing, forking, and calls that look like the last ones."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tvmcap
+from tests.runtime.conftest import three_layers
+from tvmcap.base.errors import InputError, LibraryError
+from tvmcap.runtime.threads import Contexts
+
+Layers = Callable[[int | None], Path]
+
+
+def test_after_close_every_use_is_refused(layers: Layers, w: torch.Tensor) -> None:
+    lib, x = tvmcap.load(layers(64)), torch.rand(3, 8)
+    out = torch.empty(3, 8)
+    for name, tensor in (("x", x), ("w", w)):
+        lib.bind(name, tensor)
+    lib.run()
+    for _ in range(3):
+        lib(x, w, out=out)
+    said: list[str] = []
+
+    def other() -> None:
+        try:
+            lib(x, w)
+        except LibraryError as e:
+            said.append(str(e))
+
+    lib.close()
+    lib.close()
+    uses = (
+        lambda: lib(x, w),
+        lambda: lib(x, w, out=out),
+        lib.run,
+        lib.use_graphs,
+        lambda: lib.executor.trace(x, w),
+    )
+    for use in uses:
+        with pytest.raises(LibraryError, match=r"layers64\.so: this library was closed; load it"):
+            use()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert "closed" in said[0]
+    again = tvmcap.load(layers(64))
+    torch.testing.assert_close(again(x, w), three_layers(x, w))
+
+
+def test_closing_or_dropping_a_library_frees_its_arena(layers: Layers, w: torch.Tensor) -> None:
+    for close in (True, False):
+        lib = tvmcap.load(layers(64))
+        lib(torch.rand(3, 8), w)
+        context = weakref.ref(lib.executor._threads.here)
+        arena = weakref.ref(lib.executor._threads.here.arena)
+        if close:
+            lib.close()
+            assert arena().storages == ()
+        del lib
+        gc.collect()
+        assert context() is None and arena() is None
+
+
+def test_loads_and_calls_keep_memory_flat(layers: Layers, w: torch.Tensor) -> None:
+    x = torch.rand(64, 8)
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def cycles(count: int) -> None:
+        for _ in range(count):
+            lib = tvmcap.load(layers(64))
+            for _ in range(20):
+                lib(x, w)
+            lib.close()
+
+    cycles(40)
+    before = resident()
+    cycles(60)
+    assert resident() - before < 2 << 20
+
+
+def test_a_fork_is_refused_where_the_device_does_not_survive_it(
+    layers: Layers, w: torch.Tensor
+) -> None:
+    from tvmcap.runtime import threads
+
+    lib, x = tvmcap.load(layers(64)), torch.rand(3, 8)
+    threads._on_gpu.add(lib.executor._contexts)  # as a library on a GPU is
+    lib(x, w)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            lib(x, w)
+        except Exception as e:
+            os.write(write, f"{type(e).__name__}: {e}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    said = os.read(read, 1000).decode()
+    os.close(read)
+    assert said.startswith("LibraryError") and "'spawn'" in said
+    torch.testing.assert_close(lib(x, w), three_layers(x, w))
+    assert isinstance(lib.executor._contexts, Contexts)
+
+
+def repeated(lib: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Call until the call is known at a glance."""
+    out = torch.empty(len(x), 8)
+    for _ in range(4):
+        lib(x, w, out=out)
+    assert lib.executor._threads.here.seen
+    return out
+
+
+def test_a_known_call_notices_what_changed(layers: Layers) -> None:
+    lib, x, w = tvmcap.load(layers(64)), torch.rand(8, 8), torch.rand(8, 8)
+    out = repeated(lib, x, w)
+    x.t_()  # in place: the same object, address and shape, other strides
+    torch.testing.assert_close(lib(x, w, out=out), three_layers(x.contiguous(), w))
+    w.data = w.double()
+    with pytest.raises(InputError, match="float32"):
+        lib(x, w, out=out)
+    w.data = torch.rand(8, 8)
+    torch.testing.assert_close(lib(x, w, out=out), three_layers(x, w))
+    with pytest.raises(InputError, match="float32"):
+        lib(x.contiguous(), w, out=out.double())
+    wanted = repeated(lib, x.contiguous(), w).requires_grad_()
+    with pytest.raises(InputError, match="require grad"):
+        lib(x.contiguous(), w, out=wanted)
+
+
+def test_a_known_call_still_checks_addresses(layers: Layers, w: torch.Tensor) -> None:
+    lib, x = tvmcap.load(layers(64)), torch.rand(8, 8)
+    repeated(lib, x, w)
+    with pytest.raises(InputError, match="memory of its own"):
+        lib(x, w, out=x)
+    with pytest.raises(InputError, match="aligned"):
+        lib(x, w, out=torch.empty(65)[1:].view(8, 8))
+    out = torch.empty(8, 8)
+    before = lib.counts.copies
+    for _ in range(3):
+        y = torch.rand(65)[1:].view(8, 8)
+        torch.testing.assert_close(lib(y, w, out=out), three_layers(y, w))
+    assert lib.counts.copies == before + 3
+    torch.testing.assert_close(lib(x, w, out=out), three_layers(x, w))
+
+
+def test_a_known_call_follows_its_arguments(layers: Layers) -> None:
+    lib = tvmcap.load(layers(64))
+    for _ in range(3):
+        for rows in (1, 8, 64, 8):
+            x, w = torch.rand(rows, 8), torch.rand(8, 8)
+            out = torch.empty(rows, 8)
+            assert lib(x, w, out=out) is out
+            torch.testing.assert_close(out, three_layers(x, w))
+    for wrong in ((x,), (x, w, w), (x, "w"), ("x", w)):
+        with pytest.raises(InputError):
+            lib(*wrong, out=out)

@@ -1,0 +1,231 @@
+"""Replay: a call recorded as a CUDA graph, launched again with the addresses of the next call.
+
+One graph serves one set of sizes. It is recorded when the sizes are seen for the second time, and
+replayed from then on; where an address differs from the last call's, the kernels that hold it are
+updated first, so that nothing is copied. Graphs unused for longest go first when they pass the
+limit of bytes. A call that cannot be recorded runs as it would have without, and ``fallbacks``
+counts why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvmcap.base.errors import LibraryError
+from tvmcap.runtime.binding import Plan
+from tvmcap.runtime.cuda_graph import CaptureError, Cuda, Node
+from tvmcap.runtime.loader import ffi
+from tvmcap.runtime.patches import NotUnderstoodError, Slot, learn
+
+LIMIT_BYTES = 64 << 20
+#: Sizes remembered as seen once.
+_SEEN_KEPT = 4096
+#: How far the second capture moves the first tensor; each next one moves that much more.
+_MOVE = 4096
+#: Bytes of a TVMFFIObject; after it a tensor's DLTensor begins, with its address (c_api.h).
+_HEADER = 24
+
+Record = Callable[[Sequence[Any], Sequence[Any]], object]
+"""(inputs, outputs) -> None: run the library on tvm_ffi tensors, on the stream in force."""
+
+
+class Entry:
+    """A recorded call.
+
+    Attributes
+    ----------
+    replay: the executable graph; 0 where the call cannot be recorded.
+    addresses: of inputs and outputs, as the graph has them now.
+    users: for each tensor, the kernels and slots that hold its address; None where only the
+        ``addresses`` of the capture serve.
+    reason: why there is no graph, or no other addresses.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        self.replay = 0
+        self.graph = 0
+        self.addresses: tuple[int, ...] = ()
+        self.users: list[list[tuple[Node, list[Slot]]]] | None = None
+        self.nbytes = 0
+        self.reason = reason
+
+
+class Graphs:
+    """The recorded calls of one context."""
+
+    def __init__(self, cuda: Cuda, record: Record, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._cuda = cuda
+        self._record = record
+        self._limit = limit_bytes
+        self._entries: OrderedDict[Plan, Entry] = OrderedDict()
+        self._seen: dict[Plan, None] = {}
+        self._last: Entry | None = None
+        self._launch = cuda.launch_raw
+        self.nbytes = 0
+        self.captures = self.replays = self.updates = self.evictions = 0
+        self.fallbacks: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def replay(
+        self,
+        plan: Plan,
+        addresses: tuple[int, ...],
+        values: Sequence[Any],
+        targets: Sequence[Any],
+        stream: int,
+    ) -> bool:
+        """Launch the graph of ``plan`` on these tensors; False where the caller has to run it.
+
+        Raises LibraryError where the launch fails.
+        """
+        entry = self._entries.get(plan)
+        if entry is None:
+            entry = self._first_calls(plan, addresses, values, targets)
+            if entry is None:
+                return False
+        if not entry.replay or (addresses != entry.addresses and not self._move(entry, addresses)):
+            self.fallbacks[entry.reason] += 1
+            return False
+        if entry is not self._last:
+            self._entries.move_to_end(plan)
+            self._last = entry
+        status = self._launch(entry.replay, stream)
+        if status:
+            self._cuda.check(status, "cudaGraphLaunch")
+        self.replays += 1
+        return True
+
+    def _first_calls(
+        self, plan: Plan, addresses: tuple[int, ...], values: Sequence[Any], targets: Sequence[Any]
+    ) -> Entry | None:
+        """Record a call at its second time: the first loads what the kernels need."""
+        if plan not in self._seen:
+            if len(self._seen) >= _SEEN_KEPT:
+                self._seen.clear()
+            self._seen[plan] = None
+            return None
+        del self._seen[plan]
+        try:
+            entry = self._capture(addresses, values, targets)
+        except (CaptureError, LibraryError) as e:
+            entry = Entry(str(e))
+        self._entries[plan] = entry
+        self.nbytes += entry.nbytes
+        while self.nbytes > self._limit and len(self._entries) > 1:
+            self._evict(*self._entries.popitem(last=False))
+        return entry
+
+    def _capture(
+        self, addresses: tuple[int, ...], values: Sequence[Any], targets: Sequence[Any]
+    ) -> Entry:
+        """Record a call, and learn where its addresses stand from a second recording."""
+        cuda, entry = self._cuda, Entry()
+        tensors = [ffi().from_dlpack(_plain(t)) for t in (*values, *targets)]
+        count = len(values)
+        stream = cuda.new_stream()
+        try:
+            graph = cuda.capture(stream, lambda: self._record(tensors[:count], tensors[count:]))
+            entry.graph = graph.value or 0
+            try:
+                nodes = cuda.nodes(graph)
+                slots = self._learn(stream, nodes, tensors, count, addresses)
+                entry.users = _by_tensor(nodes, slots, len(tensors))
+            except (CaptureError, NotUnderstoodError) as e:
+                nodes, entry.reason = [], f"other addresses cannot be used: {e}"
+            replay, entry.nbytes = cuda.instantiate(graph, stream, max(1, len(nodes)))
+            entry.replay = replay.value or 0
+        except BaseException:
+            cuda.destroy(ctypes.c_void_p(entry.graph), ctypes.c_void_p(0))
+            raise
+        finally:
+            cuda.destroy_stream(stream)
+        entry.addresses = addresses
+        self.captures += 1
+        return entry
+
+    def _learn(
+        self,
+        stream: Any,
+        nodes: Sequence[Node],
+        tensors: Sequence[Any],
+        count: int,
+        addresses: tuple[int, ...],
+    ) -> list[Slot]:
+        moved = [moved_by(t, _MOVE * (i + 1)) for i, t in enumerate(tensors)]
+        cuda = self._cuda
+        probe = cuda.capture(stream, lambda: self._record(moved[:count], moved[count:]))
+        try:
+            second = [node.kernel for node in cuda.nodes(probe)]
+        finally:
+            cuda.destroy(probe, ctypes.c_void_p(0))
+        places = [t.data_ptr() for t in moved]
+        first = [node.kernel for node in nodes]
+        return learn(first, second, addresses, places, cuda.with_address)
+
+    def _move(self, entry: Entry, addresses: tuple[int, ...]) -> bool:
+        """Put new addresses into the kernels that hold them; False where that is not possible."""
+        if entry.users is None:
+            return False
+        changed: dict[Node, None] = {}
+        write = self._cuda.write
+        for users, old, new in zip(entry.users, entry.addresses, addresses, strict=True):
+            if old != new:
+                for node, slots in users:
+                    for slot in slots:
+                        write(node, slot, new)
+                    changed[node] = None
+        for node in changed:
+            self._cuda.update(ctypes.c_void_p(entry.replay), node)
+        entry.addresses = addresses
+        self.updates += 1
+        return True
+
+    def _evict(self, plan: Plan, entry: Entry) -> None:
+        self.nbytes -= entry.nbytes
+        self.evictions += 1
+        self._destroy(entry)
+
+    def _destroy(self, entry: Entry) -> None:
+        if entry is self._last:
+            self._last = None
+        self._cuda.destroy(ctypes.c_void_p(entry.graph), ctypes.c_void_p(entry.replay))
+
+    def __del__(self) -> None:
+        """Free what a thread that ended leaves behind."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Free every graph."""
+        for entry in self._entries.values():
+            self._destroy(entry)
+        self._entries.clear()
+        self._seen.clear()
+        self.nbytes = 0
+
+
+def moved_by(tensor: Any, distance: int) -> Any:
+    """Return a tensor that claims to lie ``distance`` bytes further; nothing may touch its data."""
+    view = ffi().get_global_func("runtime.TVMTensorCreateView")(
+        tensor, tuple(tensor.shape), tensor.dtype, 0
+    )
+    ctypes.c_uint64.from_address(view.__chandle__() + _HEADER).value += distance
+    return view
+
+
+def _plain(tensor: Any) -> Any:
+    return tensor.detach() if hasattr(tensor, "detach") else tensor
+
+
+def _by_tensor(
+    nodes: Sequence[Node], slots: Sequence[Slot], count: int
+) -> list[list[tuple[Node, list[Slot]]]]:
+    """Group slots by the tensor whose address they hold, then by kernel."""
+    grouped: list[dict[int, list[Slot]]] = [{} for _ in range(count)]
+    for slot in slots:
+        grouped[slot.tensor].setdefault(slot.kernel, []).append(slot)
+    return [[(nodes[k], of) for k, of in by_kernel.items()] for by_kernel in grouped]

@@ -1,0 +1,1 @@
+"""A library behind HTTP: protocol, batches, hot swap, limits, figures."""

@@ -1,0 +1,98 @@
+"""Threads: one context each, made at the first call of a thread, on code and weights of all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, NoReturn
+
+from tvmcap.base.errors import LibraryError
+from tvmcap.base.manifest import Manifest
+from tvmcap.runtime.context import CpuContext, CudaContext, CudaMachine
+from tvmcap.runtime.loader import Library
+
+
+class Contexts:
+    """Makes the contexts of a library, and knows those that live."""
+
+    def __init__(self, library: Library, manifest: Manifest) -> None:
+        self._library = library
+        self._manifest = manifest
+        cuda = manifest.target["kind"] == "cuda"
+        self._machine = CudaMachine(library, manifest) if cuda else None
+        self._all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._graph_bytes: int | None = None
+        self._refusal = ""
+        if cuda:
+            _on_gpu.add(self)
+
+    def new(self) -> CpuContext | CudaContext:
+        """Return a context for the calling thread; LibraryError once the library is closed."""
+        self.check()
+        context: CpuContext | CudaContext
+        if self._machine is None:
+            context = CpuContext(self._library, self._manifest)
+        else:
+            context = CudaContext(self._machine, self._manifest)
+            if self._graph_bytes is not None:
+                context.use_graphs(self._graph_bytes)
+        self._all.add(context)
+        return context
+
+    def use_graphs(self, limit_bytes: int) -> None:
+        """Let every context record and replay calls; LibraryError where that is not possible."""
+        self.check()
+        if self._machine is None:
+            raise LibraryError(
+                "expected a library for 'cuda' to record as CUDA graphs, got one for "
+                f"{self._manifest.target['kind']!r}"
+            )
+        for context in list(self._all):
+            context.use_graphs(limit_bytes)
+        self._graph_bytes = limit_bytes
+
+    def check(self) -> None:
+        """Raise LibraryError where no call is possible any more."""
+        if self._refusal:
+            raise LibraryError(self._refusal)
+
+    def refuse(self, why: str) -> None:
+        """Let every later call raise LibraryError."""
+        self._refusal = self._refusal or why
+        for context in list(self._all):
+            context.run = self._refuse
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise LibraryError(self._refusal)
+
+    def close(self, why: str) -> None:
+        """Free the memory of every context and refuse later calls."""
+        contexts = list(self._all)
+        self.refuse(why)
+        for context in contexts:
+            context.close()
+        self._machine = None
+
+
+class Threads(threading.local):
+    """``here`` is the context of the calling thread."""
+
+    def __init__(self, contexts: Contexts) -> None:
+        self.here = contexts.new()
+
+
+_on_gpu: weakref.WeakSet[Contexts] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """CUDA does not survive a fork (CUDA C++ Programming Guide, "Initialization")."""
+    for contexts in _on_gpu:
+        contexts.refuse(
+            "this library was loaded on a GPU before the process was forked, which CUDA does not "
+            "survive: load it in the child, or start the child with the 'spawn' method"
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)
