@@ -71,6 +71,19 @@ def jobs(options: argparse.Namespace, names: Sequence[str]) -> list[Job]:
     return [job for _, _, job in sorted(found, key=lambda item: item[:2])]
 
 
+class Chance(RankModel):
+    """Ranks by chance, so that what is drawn is like any part of the space."""
+
+    def margins(self, rows: Any) -> Any:
+        """Return random numbers, the same ones for the same rows and seed."""
+        values = np.asarray(rows, np.float32)
+        return np.random.default_rng([self.seed, *values[:, 1:].tobytes()[:64]]).random(len(values))
+
+    def snapshot(self) -> Chance:
+        """Return itself: it learns nothing."""
+        return self
+
+
 def of_task(records: Sequence[Record], task: Any, target: Any) -> list[Record]:
     """Return the records of a task for a target's architecture and cores."""
     arch, cores = str(target.attrs["mcpu"]), int(target.attrs["num-cores"])
@@ -87,7 +100,7 @@ def work(job: Job, seat: core_sets.Seat) -> None:
     target = loop_tasks.target(job.cores, job.arch)
     task, store = loop_tasks.task(job.task, target), RecordStore(Path(job.logs))
     stores = Stores((store,), store)
-    model = RankModel(job.seed, FEATURES)
+    model = RankModel(job.seed, FEATURES) if job.kind == "evolved" else Chance(job.seed, FEATURES)
     if job.kind == "evolved":
         for group in LOOP_NESTS.groups(of_task(store.records, task, target)):
             model.add(group.name, group.rows, group.times_us)
@@ -99,6 +112,7 @@ def work(job: Job, seat: core_sets.Seat) -> None:
         proposals = again(session, asked, job.seed) if job.kind == "again" else (
             session.propose(asked)
         )  # fmt: skip
+        session.settle()
         if not proposals:
             break
         best = session.best()

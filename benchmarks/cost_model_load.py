@@ -9,13 +9,14 @@ from typing import Any
 
 from cost_model_stock import Stock
 from cost_model_transfer import by_dtype
-from loop_tasks import PORTABLE
+from loop_tasks import PORTABLE, TASKS, task
 
 from tvmcap.base.codegen import make_target
 from tvmcap.kernel import models
 from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.fingerprint import target_of
 from tvmcap.kernel.loop_features import LOOP_NESTS
+from tvmcap.kernel.loop_recall import recall
 from tvmcap.kernel.records import Record, RecordStore
 from tvmcap.schedules import TEMPLATES
 
@@ -74,6 +75,9 @@ def load(kind: str, folders: Sequence[Path], name: str | None, any_source: bool)
 
 def _loops(records: Sequence[Record]) -> Data:
     """Return loop nests' records for the processor that measured, and those for any."""
+    places = {tuple(map(str, (r.target["arch"], r.target["cores"]))): r.target for r in records}
+    known = [task(name, target_of(place)) for place in places.values() for name in TASKS]
+    records = recall(records, known)
     portable = [r for r in records if r.target["arch"] == PORTABLE]
     mine = [r for r in records if r.target["arch"] != PORTABLE]
     found = {(r.target["arch"], r.target["cores"], r.target["name"]): r.target for r in mine}

@@ -81,15 +81,17 @@ def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         "without warm-up",
         "ours",
         "fewer",
+        "as `tune` does",
     ]
     body = []
     for row in rows:
         found = [_reached(row, method) for method in ("stock", "eager", "ours")]
+        product = _reached(row, "product")
         each = ratios(row)
         mean = math.exp(sum(map(math.log, each)) / len(each))
         fewer = f"{mean:.1f}x ({min(each):.1f}x to {max(each):.1f}x)"
         goals = f"{min(row['goal_us']):.0f} to {max(row['goal_us']):.0f}"
-        body.append([row["task"], row["machine"], goals, *found, fewer])
+        body.append([row["task"], row["machine"], goals, *found, fewer, product])
     return head, body
 
 

@@ -4,12 +4,12 @@
         --cores-per-worker 2 [--budget SECONDS] [--trials 64] [--seeds 5] [--only TASK,...]
     python benchmarks/cost_model_trials.py show --logs DIR [--json OUT] [--trials 64]
 
-Both searches have MetaSchedule's rules, start from nothing but them, propose as many candidates at
-a time, and are measured and checked alike. Ours has a model of the records of other tasks (DIR of
-cost_model_llvm.py), so never of the task it searches; the rule's own kernel, with which ``tune``
-starts, is left out. MetaSchedule's has its defaults: evolution of 512 candidates in 4 generations,
-and its XGBModel, which predicts by chance for the first 100 samples; ``eager`` is the same with a
-model from the first batch on. A search is a folder of records, and goes on where it was.
+Both searches have MetaSchedule's rules, start from nothing but them, and are measured and checked
+alike. Ours has a model of the records of other tasks (DIR of cost_model_llvm.py), so never of the
+task it searches; ``product`` is the same with the rule's own kernel first, as ``tune`` does it.
+MetaSchedule's has its defaults: evolution of 512 candidates in 4 generations, and its XGBModel,
+which predicts by chance for the first 100 samples; ``eager`` is the same with a model from the
+first batch on. A search is a folder of records, and goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ import core_sets
 import loop_tasks
 import numpy as np
 from cost_model_load import machine
+from cost_model_stock import StockSession
 from cost_model_tables import ratios
-from tvm.s_tir import meta_schedule as ms
 
-from tvmcap.kernel import models, tensor_core
+from tvmcap.kernel import entries, models
 from tvmcap.kernel.cost_model import RankModel
-from tvmcap.kernel.features import replay
 from tvmcap.kernel.loop_features import LOOP_NESTS
+from tvmcap.kernel.loop_recall import recall
 from tvmcap.kernel.loop_search import LoopNestSession
-from tvmcap.kernel.measure import Measurement
-from tvmcap.kernel.records import Record, RecordStore
-from tvmcap.kernel.search import Proposal, new_context, runner_result
+from tvmcap.kernel.records import RecordStore
+from tvmcap.kernel.search import Proposal, Session
 from tvmcap.kernel.stores import Stores
 
 SEARCHED = (
@@ -45,10 +44,11 @@ SEARCHED = (
     "batched-16x256x256x64",
     "conv2d-128x28-128x3",
 )
-METHODS = ("ours", "stock", "eager")
+METHODS = ("ours", "stock", "eager", "product")
 COMPARED = METHODS[:2]
 """Methods that a seed needs all trials of, to count."""
-BATCH = 16
+BATCHES = {"ours": 8, "stock": 16, "eager": 16, "product": 8}
+"""Candidates that each asks for at a time: `tune` does with ours, TVM's examples with its own."""
 
 
 class Search(NamedTuple):
@@ -68,51 +68,29 @@ class Search(NamedTuple):
         return Path(self.logs) / f"{self.method}-{self.task}-{self.seed}"
 
 
-class StockSession(LoopNestSession):
-    """MetaSchedule's evolution with its own settings and its own model."""
-
-    def __init__(self, task: Any, target: Any, stores: Stores, seed: int, warm_up: int) -> None:
-        super().__init__(task, {}, target, stores, seed)
-        strategy = ms.search_strategy.EvolutionarySearch()
-        space = tensor_core.space(self.bound, target)
-        self._context = new_context(self.bound, target, self.name, seed, space, strategy)
-        cores = int(target.attrs["num-cores"])
-        self._cost_model = ms.cost_model.XGBModel(
-            num_warmup_samples=warm_up, num_tuning_cores=cores
-        )
-
-    def resume(self, records: Sequence[Record]) -> None:
-        """Teach the model what was measured before."""
-        if records:
-            info = ms.arg_info.ArgInfo.from_prim_func(self.bound)
-            known = [ms.MeasureCandidate(replay(self.bound, r.trace), info) for r in records]
-            self._cost_model.update(
-                self._context, known, [runner_result(Measurement(r.median_us)) for r in records]
-            )
-
-
-def session_of(search: Search, target: Any, stores: Stores) -> LoopNestSession:
+def session_of(search: Search, target: Any, stores: Stores) -> Session:
     """Return the session of a search, which knows what it measured before."""
     task = loop_tasks.task(search.task, target)
     before = stores.history(task.key, target)
-    if search.method != "ours":
-        warm_up = 100 if search.method == "stock" else 0
-        stock = StockSession(task, target, stores, search.seed, warm_up)
-        stock.resume(before)
-        return stock
+    if search.method in ("stock", "eager"):
+        return StockSession(
+            task, target, stores, search.seed, 100 if search.method == "stock" else 0
+        )
     model = taught(Path(search.records), search.task, target, search.seed)
     for group in LOOP_NESTS.groups(before):
         model.add(group.name, group.rows, group.times_us)
     model.fit()
-    return LoopNestSession(task, {}, target, stores, search.seed, None, model)
+    rule = entries.rule if search.method == "product" else None
+    return LoopNestSession(task, {}, target, stores, search.seed, rule, model)
 
 
 def taught(records: Path, name: str, target: Any, seed: int) -> RankModel:
     """Return a model of all tasks' records for a target but those of the task itself."""
     store = RecordStore(records)
-    own = loop_tasks.task(name, target).workload_hash
-    known = [r for r in Stores((store,), store).usable(target) if r.workload_hash != own]
-    return models.train(known, LOOP_NESTS, target, seed)
+    others = [loop_tasks.task(n, target) for n in loop_tasks.TASKS if n != name]
+    keys = {task.key for task in others}
+    known = [r for r in Stores((store,), store).usable(target) if r.key in keys]
+    return models.train(recall(known, others), LOOP_NESTS, target, seed)
 
 
 def work(search: Search, seat: core_sets.Seat) -> None:
@@ -120,8 +98,10 @@ def work(search: Search, seat: core_sets.Seat) -> None:
     target, store = loop_tasks.target(search.cores), RecordStore(search.folder)
     stores = Stores((store,), store)
     session, measurer = session_of(search, target, stores), seat.measurer(target)
+    batch = BATCHES[search.method]
     while (left := search.trials - len(store.records)) > 0 and not seat.late:
-        proposals: list[Proposal] = session.propose(min(left, BATCH))
+        proposals: list[Proposal] = session.propose(min(left, batch))
+        session.settle()
         if not proposals:
             break
         best = session.best()

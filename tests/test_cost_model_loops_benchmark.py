@@ -108,7 +108,9 @@ def test_searches_start_alike_and_go_on(
             assert len(RecordStore(search.folder).records) == asked
     first = RecordStore(search.folder).records
     assert len({r.candidate for r in first}) == 4 and all(r.trace for r in first)
-    assert trials.shown(tmp_path) == "ours 4 trials, stock 0 trials, eager 4 trials"
+    assert (
+        trials.shown(tmp_path) == "ours 4 trials, stock 0 trials, eager 4 trials, product 0 trials"
+    )
 
 
 def test_the_model_of_a_search_knows_nothing_of_its_task(logs: Path) -> None:
@@ -127,11 +129,11 @@ def test_trials_to_the_latency_of_another(logs: Path, tmp_path: Path) -> None:
         )
     row = trials.row(tmp_path, SMALL, 4, 2)
     assert row is not None and row["seeds"] == [0] and row["goal_us"] == [4.0]
-    assert row["reached"] == {"ours": [2], "stock": [4], "eager": [None]}
+    assert row["reached"] == {"ours": [2], "stock": [4], "eager": [None], "product": [None]}
     assert tables.ratios(row) == [2.0] and tables.ratios(row, "eager") == [4 / 5]
     assert trials.row(tmp_path, SMALL, 5, 2) is None
     head, body = tables.trials([row])
-    assert body == [[SMALL, row["machine"], "4 to 4", "4", ">4", "2", "2.0x (2.0x to 2.0x)"]]
+    assert body == [[SMALL, row["machine"], "4 to 4", "4", ">4", "2", "2.0x (2.0x to 2.0x)", "-"]]
     assert len(head) == len(body[0]) and row["machine"].endswith(", 1 cores")
 
 

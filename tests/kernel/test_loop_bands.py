@@ -8,6 +8,8 @@ import tvm
 from tvm import te
 
 from tvmcap.kernel import loop_bands
+from tvmcap.kernel.cost_model import PRIOR
+from tvmcap.kernel.loop_body import Access, fetched
 
 M, N, K = 24, 96, 40
 
@@ -62,14 +64,59 @@ def test_what_tvm_unrolls(step: int, body: int) -> None:
     assert found["sums_are_unrolled"] == (step >= 8)
 
 
+def lines(rows: int, columns: int) -> int:
+    """Return the bytes of the cache lines of so many elements in each of some rows."""
+    return rows * -(-columns // 16) * 64
+
+
 def test_bytes_that_bands_touch() -> None:
     found = tiled()
-    elements = [2 + 24 + 48, 2 * 4 + 4 * 24 + 48, 12 * 4 + 4 * 48 + 12 * 48]
-    elements += [12 * 40 + 40 * 48 + 12 * 48, M * K + K * N + M * N]
+    touched = [lines(2, 1) + lines(1, 24) + lines(2, 24)]
+    touched += [lines(2, 4) + lines(4, 24) + lines(2, 24)]
+    touched += [lines(12, 4) + lines(4, 48) + lines(12, 48)]
+    touched += [
+        lines(12, 40) + lines(40, 48) + lines(12, 48),
+        lines(M, K) + lines(K, N) + lines(M, N),
+    ]
     runs = np.cumprod([48, 4, 12, 10, 4])
-    for i, (count, times) in enumerate(zip(elements, runs, strict=True), 1):
-        assert found[f"log_bytes_{i}"] == pytest.approx(np.log2(1 + 4 * count))
-        assert found[f"log_reuse_{i}"] == pytest.approx(np.log2(1 + times / (4 * count)))
+    for i, (count, times) in enumerate(zip(touched, runs, strict=True), 1):
+        assert found[f"log_bytes_{i}"] == pytest.approx(np.log2(1 + count))
+        assert found[f"log_reuse_{i}"] == pytest.approx(np.log2(1 + times / count))
+
+
+def test_loads_of_the_code() -> None:
+    """Of the body 2 x 24, four sums: 8 loads of x, 4 x 2 registers of w, 4 read and written."""
+    found = tiled(step=8)
+    loads, operations = 8 + 4 * 2 + 2 * 2 * 2, 2 * 4 * 2
+    assert found["log_loads_body"] == found["log_loads_sums"]
+    assert found["log_loads_body"] == pytest.approx(np.log2(loads / operations))
+    assert found["log_registers_body"] == pytest.approx(np.log2(1 + 4 * 2 + 2 * 2))
+    assert found["log_rest"] == np.log2(3) and found["rest_loads_contiguous"] == 1
+    assert found["log_issue"] == pytest.approx(np.log2(2 / 24 * (1 + loads / operations)))
+
+
+def test_other_blocks_and_where_results_are_used() -> None:
+    sch = product()
+    i, _, _ = sch.get_loops(sch.get_sblock("out"))
+    plain = loop_bands.bands(sch.mod["main"], 16)
+    assert plain["log_other_work"] == pytest.approx(np.log2(1 / K + 1e-4))
+    assert (plain["log_shared"], plain["log_inside"]) == (1.0, np.log2(1 + M * N * K))
+    sch.parallel(i)
+    four = loop_bands.bands(sch.mod["main"], 16, 4)
+    assert four["log_rounds"] == pytest.approx(0) and plain["log_rounds"] == 0
+    assert four["log_other_work"] == pytest.approx(np.log2(4 / K + 1e-4))
+    assert four[PRIOR] < plain[PRIOR]
+
+
+def test_what_a_cache_fetches() -> None:
+    inside = {"i": frozenset("i"), "j": frozenset("j"), "k": frozenset("k")}
+    x = Access(4, (frozenset("i"), frozenset("k")), frozenset(), False)
+    w = Access(4, (frozenset("k"), frozenset("j")), frozenset(), False)
+    loops = [("j", 16), ("k", 16), ("i", 32)]
+    assert fetched([x, w], inside, loops, 1 << 20) == lines(32, 16) + lines(16, 16)
+    # x moves with i, and the tile of w, which fits, stays
+    small = lines(16, 16) + lines(1, 16)
+    assert fetched([x, w], inside, loops, small) == 32 * lines(1, 16) + lines(16, 16)
 
 
 def test_a_kernel_without_sums_or_vectors() -> None:

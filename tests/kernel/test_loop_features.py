@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import fake_template as fake
@@ -12,8 +13,9 @@ import tvm
 from tvmcap.base.config import Config
 from tvmcap.kernel import loop_features as lf
 from tvmcap.kernel import models, tasks
-from tvmcap.kernel.cost_model import RankModel
-from tvmcap.kernel.loop_search import LoopNestSession
+from tvmcap.kernel.cost_model import PRIOR, RankModel
+from tvmcap.kernel.loop_recall import recall
+from tvmcap.kernel.loop_search import LoopNestSession, unlike
 from tvmcap.kernel.measure import Measurement
 from tvmcap.kernel.stores import open_stores
 
@@ -129,11 +131,46 @@ def test_rows_of_another_version_teach_nothing(stores) -> None:
     assert lf.LOOP_NESTS.groups(records) == []
 
 
-def test_chance_before_anything_was_learnt(stores) -> None:
+def test_the_estimate_ranks_before_anything_was_learnt(stores) -> None:
     own = session(stores)
     candidates = [p.measured for p in own.propose(6)]
-    cold = lf.LoopCostModel(RankModel(3, lf.FEATURES), "g")
+    rows = lf.loop_features(own._context, candidates)
+    cold = lf.LoopCostModel(RankModel(3, lf.FEATURES))
     scores = cold.predict(own._context, candidates)
-    assert (
-        len(set(scores.tolist())) == len(candidates) and (0 < scores).all() and (scores < 1).all()
-    )
+    assert (0 < scores).all() and (scores < 1).all() and len(set(scores.tolist())) > 3
+    estimates = rows[:, lf.FEATURES.index(PRIOR)]
+    np.testing.assert_array_equal(np.argsort(-scores), np.argsort(estimates))
+
+
+def test_a_batch_is_ranked_by_what_was_measured_last(stores) -> None:
+    """What is proposed next comes from the pool, ranked anew, and is not much alike."""
+    own = session(stores)
+    for _ in range(3):
+        play(own, stores, 8)
+    own.settle()
+    known = [made_up_us(k.row) for t, k in own._pool.items() if t not in own.done]
+    chosen = [made_up_us(p.features) for p in own.propose(8)]
+    assert np.mean(chosen) < np.mean(known)
+
+
+def test_rows_that_differ_come_first() -> None:
+    rows = np.array([[0.0], [0.01], [10.0], [20.0], [0.02]])
+    assert unlike(rows * [1, 1], range(5), 3, apart=0.1) == [0, 2, 3]
+    assert unlike(rows, range(5), 5, apart=0.1) == [0, 2, 3, 1, 4]
+
+
+def test_records_of_earlier_features_are_recalled(stores) -> None:
+    own = session(stores)
+    play(own, stores, 6)
+    records = stores.stores[0].records
+    old = [replace(r, features=[1.0, 2.0]) for r in records]
+    assert lf.LOOP_NESTS.groups(old) == []
+    found = recall(old, [own.task])
+    assert [r.features for r in found] == [r.features for r in records]
+    assert recall(old, []) == old
+    (broken, *_) = old
+    wrong = replace(broken, trace=[[["GetSBlock", [], ["nothing", "main"], ["b0"]]], []])
+    assert recall([wrong], [own.task]) == [wrong]
+    store = replace(stores.stores[0], records=old)
+    again = models.ready(replace(stores, stores=(store,)), lf.LOOP_NESTS, TARGET, 0, [own.task])
+    assert again.pretrained == len(records)

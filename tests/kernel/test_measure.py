@@ -10,6 +10,7 @@ import time
 import fake_template as fake
 import numpy as np
 import pytest
+from tvm import te, tirx
 
 from tvmcap.base import codegen
 from tvmcap.base.errors import TuneError
@@ -292,3 +293,18 @@ def test_mismatch_forgives_rounding_alone() -> None:
         check.mismatch(np.array([1.0, 2.0, np.inf, -np.inf], "float32"), special, "float32")
         is not None
     )
+
+
+def test_references_are_of_functions_wherever_they_stand_in_memory(
+    measurer: measure.Measurer,
+) -> None:
+    def key(factor: float) -> str:
+        x = te.placeholder((64,), "float32", "x")
+        y = te.compute((64,), lambda i: x[i] * tirx.const(factor, "float32"), "y")
+        made = tasks.make_task(te.create_prim_func([x, y]), TARGET, lambda func, target: None)
+        return measurer._key(measure.Workload(made, {}, seed=1))  # and the task is gone
+
+    factors = [float(i) for i in range(20)]
+    keys = [key(factor) for factor in factors]
+    assert len(set(keys)) == len(factors)
+    assert keys == [key(factor) for factor in factors]

@@ -84,6 +84,12 @@ class RankModel:
         """Whether there are trees."""
         return self.base is not None or self._top is not None
 
+    def snapshot(self) -> RankModel:
+        """Return a model that ranks as this one does now, whatever this one learns later."""
+        found = RankModel(self.seed, self.features, self.objective, self.pretrained, self.source)
+        found.base, found._top = self.base, self._top
+        return found
+
     def pretrain(self, groups: Sequence[Group], source: str = "") -> None:
         """Learn the trees that are kept from measured groups; too few teach nothing."""
         data = [(g.rows, list(g.times_us)) for g in groups]

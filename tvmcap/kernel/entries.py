@@ -17,7 +17,7 @@ from tvmcap.kernel.search import Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
 
-_LARGEST_BATCH = {"template": 8, "trace": 16}
+_LARGEST_BATCH = 8
 _SMALLEST_BATCH = 4
 _OPTIMISM = 0.3
 
@@ -63,7 +63,7 @@ def open_entries(
     workers = 0 if measurer.device == "cpu" else measurer.workers
     for e in entries:
         e.weight /= total
-        largest = max(_LARGEST_BATCH[e.session.task.key.kind], workers)
+        largest = max(_LARGEST_BATCH, workers)
         e.batch = max(_SMALLEST_BATCH, min(largest, trials // (3 * len(entries))))
     return sorted(entries, key=lambda e: -e.weight)
 
@@ -71,25 +71,29 @@ def open_entries(
 class Sessions:
     """Opens sessions; those of one template, or of loop nests, share a cost model."""
 
-    def __init__(self, target: Any, stores: Stores, seed: int) -> None:
-        self.target, self.stores, self.seed = target, stores, seed
+    def __init__(
+        self, target: Any, stores: Stores, seed: int, found: Sequence[tasks.Task] = ()
+    ) -> None:
+        self.target, self.stores, self.seed, self.found = target, stores, seed, found
         self._models: dict[str, RankModel] = {}
 
     def open(self, task: tasks.Task, at: dict[str, int]) -> Session:
         """Return the session of a task at given sizes."""
         how = (task, at, self.target, self.stores, self.seed)
         if task.template is None:
-            return LoopNestSession(*how, _rule, self._model(LOOP_NESTS))
+            return LoopNestSession(*how, rule, self._model(LOOP_NESTS))
         return TemplateSession(*how, self._model(task.template))
 
     def _model(self, template: Any) -> RankModel:
         if template.name not in self._models:
-            found = cost_models.ready(self.stores, template, self.target, self.seed)
+            how = (self.stores, template, self.target, self.seed, self.found)
+            found = cost_models.ready(*how)
             self._models[template.name] = found
         return self._models[template.name]
 
 
-def _rule(func: Any, target: Any) -> Any:
+def rule(func: Any, target: Any) -> Any:
+    """Return the kernel that a build would take without records."""
     return fallback.schedule(func, target)[0]
 
 

@@ -50,8 +50,10 @@ def target_of(recorded: Mapping[str, Any]) -> Any:
     if recorded.get("kind") != "llvm":
         return make_target({"kind": recorded.get("kind"), "arch": recorded.get("arch")})
     features = {"mattr": recorded["features"]} if recorded.get("features") else {}
-    cpu = {"mcpu": recorded.get("arch"), "num-cores": recorded.get("cores")}
-    return make_target({"kind": "llvm", **cpu, **features})
+    cpu = {"kind": "llvm", "num-cores": recorded.get("cores"), **features}
+    if not recorded.get("arch"):  # what any processor of LLVM's default runs
+        return tvm.target.Target(cpu)
+    return make_target({**cpu, "mcpu": recorded["arch"]})
 
 
 def same_target(recorded: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:

@@ -9,16 +9,21 @@ outside. The innermost tile is what registers hold, the next what the first cach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import tvm
-import tvm_ffi
-from tvm import tirx
+from tvmcap.kernel import loop_estimate
+from tvmcap.kernel.cost_model import PRIOR
+from tvmcap.kernel.loop_blocks import Block, blocks, unroll_step, unrolled
+from tvmcap.kernel.loop_body import extent, traffic
 
 _BANDS = 5  # tile, sums, tile, sums, outside
+_REGIONS = ("body", "tile", "sums", "tiles")
+_KINDS = ("contiguous", "same", "apart")
+_NONE = 1e-4
 NAMES = (
+    PRIOR,
+    *loop_estimate.NAMES,
     *(f"log_band_{i}" for i in range(_BANDS)),
     "log_main_parallel",
     "lanes",
@@ -30,182 +35,153 @@ NAMES = (
     "log_unrolled_body",
     "tile_is_unrolled",
     "sums_are_unrolled",
-    "loads_contiguous",
-    "loads_same",
-    "loads_apart",
+    *(f"loads_{kind}" for kind in _KINDS),
     "stores_contiguous",
+    "log_rest",
+    "rest_sums",
+    *(f"rest_loads_{kind}" for kind in _KINDS),
+    "rest_stores_contiguous",
     *(f"log_bytes_{i}" for i in range(1, _BANDS + 1)),
     *(f"log_reuse_{i}" for i in range(1, _BANDS + 1)),
+    *(f"log_loads_{region}" for region in _REGIONS),
+    *(f"log_registers_{region}" for region in _REGIONS),
+    "log_other_sums",
+    "log_other_starts",
+    "log_other_work",
+    "log_other_slow",
+    "log_shared",
+    "log_inside",
 )
-_PARALLEL, _VECTOR = 1, 2
-_REDUCTION = 2
-_STEP = "pragma_auto_unroll_max_step"
 
 
-@dataclass(eq=False)
-class _Main:
-    """A block with the loops around it, outermost first."""
+def bands(func: Any, lanes: int, cores: int = 1) -> dict[str, float]:
+    """Return ``NAMES`` of a function.
 
-    realize: Any
-    loops: list[Any]
-    runs: int
-    sums: bool
-
-
-@dataclass(eq=False)
-class _Search:
-    """The best main block so far, and the annotation of unrolling that holds where it is."""
-
-    best: _Main | None = None
-    loops: list[Any] = field(default_factory=list)
-
-    def see(self, node: Any) -> None:
-        """Go through statements."""
-        if isinstance(node, tirx.For):
-            self.loops.append(node)
-            self.see(node.body)
-            self.loops.pop()
-        elif isinstance(node, tirx.SeqStmt):
-            for part in node.seq:
-                self.see(part)
-        elif isinstance(node, tvm.s_tir.SBlockRealize):
-            self._block(node)
-
-    def _block(self, realize: Any) -> None:
-        block = realize.block
-        if not len(block.iter_vars):  # the root, or a block of blocks
-            self.see(block.body)
-            return
-        runs = math.prod(map(_extent, self.loops))
-        sums = any(int(v.iter_type) == _REDUCTION for v in block.iter_vars)
-        found = _Main(realize, list(self.loops), runs, sums)
-        if self.best is None or (sums, runs) > (self.best.sums, self.best.runs):
-            self.best = found
-
-
-def bands(func: Any, lanes: int) -> dict[str, float]:
-    """Return ``NAMES`` of a function; ``lanes`` is how many elements a vector register holds."""
-    search = _Search()
-    search.see(func.body)
-    if search.best is None:
+    ``lanes`` is how many elements a vector register holds, ``cores`` how many threads may run.
+    """
+    found = blocks(func.body)
+    if not found:
         return dict.fromkeys(NAMES, 0.0)
-    main = search.best
-    block = main.realize.block
-    uses = [_variables(value) for value in main.realize.iter_values]
-    summed = set[str]()
-    for var, used in zip(block.iter_vars, uses, strict=True):
-        if int(var.iter_type) == _REDUCTION:
-            summed |= used
-    split = _split(main.loops, summed)
-    extents = {loop.loop_var.name: _extent(loop) for loop in main.loops}
-    sizes = [math.prod(map(_extent, band)) for band in split]
-    vector = next((loop for loop in main.loops if int(loop.kind) == _VECTOR), None)
-    width = 1 if vector is None else _extent(vector)
-    registers = sizes[0] / width * -(-width // lanes)
-    parallel = [_extent(loop) for loop in main.loops if int(loop.kind) == _PARALLEL]
-    step = _step(main.loops)
-    body = _unrolled(main.loops, step)
-    found: dict[str, float] = {f"log_band_{i}": _log(size) for i, size in enumerate(sizes)}
-    found |= {
-        "log_main_parallel": _log(math.prod(parallel)),
-        "lanes": width / lanes,
-        "lane_use": width / (-(-width // lanes) * lanes),
-        "accumulators": registers,
-        "log_accumulators": _log(registers),
-        "log_tile_of_both": _log(registers * sizes[2]),
-        "unroll_step": step,
-        "log_unrolled_body": _log(body),
-        "tile_is_unrolled": float(sizes[0] / width <= step),
-        "sums_are_unrolled": float(sizes[0] / width * sizes[1] <= step),
+    main = max(found, key=lambda block: (block.sums, block.runs))
+    split = _split(main.loops, main.summed)
+    return {
+        **loop_estimate.estimate(found, main, lanes, cores),
+        **_vectors(main, split, lanes),
+        **_moves(main, main.moving(main.vector), ""),
+        **_rest(main),
+        **_footprints(main, split),
+        **_code(main, split, lanes),
+        **_others(found, main, lanes, cores),
+        **_use(found, main),
     }
-    name = "" if vector is None else vector.loop_var.name
-    inside = {v.var.name: used for v, used in zip(block.iter_vars, uses, strict=True)}
-    found |= _accesses(block, inside, name)
-    return found | _footprints(block, inside, split, extents)
-
-
-def _extent(loop: Any) -> int:
-    return int(loop.extent) if isinstance(loop.extent, tirx.IntImm) else 1
 
 
 def _log(value: float) -> float:
     return math.log2(1 + value)
 
 
-def _variables(expression: Any) -> set[str]:
-    found: set[str] = set()
-    tvm_ffi.structural_walk(expression, (tirx.Var, lambda var: found.add(var.name)))
-    return found
-
-
-def _split(loops: Sequence[Any], summed: set[str]) -> list[list[Any]]:
+def _split(loops: Sequence[Any], summed: frozenset[str]) -> list[list[Any]]:
     """Return the loops by band, innermost first; loops of one iteration belong anywhere."""
     found: list[list[Any]] = [[] for _ in range(_BANDS)]
     at = 0
     for loop in reversed(loops):
-        if _extent(loop) > 1 and at < _BANDS - 1 and (loop.loop_var.name in summed) != at % 2:
+        if extent(loop) > 1 and at < _BANDS - 1 and (loop.loop_var.name in summed) != at % 2:
             at += 1
         found[at].append(loop)
     return found
 
 
-def _step(loops: Iterable[Any]) -> int:
-    """Return the steps that TVM may unroll to, as annotated on a loop."""
-    return max((int(a[_STEP]) for loop in loops if _STEP in (a := loop.annotations)), default=0)
+def _vectors(main: Block, split: Sequence[Sequence[Any]], lanes: int) -> dict[str, float]:
+    """Describe the bands, the vectors, what they sum into and what TVM unrolls."""
+    sizes = [math.prod(map(extent, band)) for band in split]
+    width, step = main.width, unroll_step(main.loops)
+    tile, registers = sizes[0] / width, sizes[0] * main.each(lanes)
+    return {
+        **{f"log_band_{i}": _log(size) for i, size in enumerate(sizes)},
+        "log_main_parallel": _log(main.parallel),
+        "lanes": width / lanes,
+        "lane_use": 1 / (main.each(lanes) * lanes),
+        "accumulators": registers,
+        "log_accumulators": _log(registers),
+        "log_tile_of_both": _log(registers * sizes[2]),
+        "unroll_step": step,
+        "log_unrolled_body": _log(math.prod(map(extent, unrolled(main.loops))) / width),
+        "tile_is_unrolled": float(tile <= step),
+        "sums_are_unrolled": float(tile * sizes[1] <= step),
+    }
 
 
-def _unrolled(loops: Sequence[Any], step: int) -> int:
-    """Return the size of the body after TVM's unrolling, from the inside out."""
-    body = 1
-    for loop in reversed(loops):
-        if int(loop.kind) == _VECTOR:
-            continue
-        if int(loop.kind) == _PARALLEL or body * _extent(loop) > step:
-            break
-        body *= _extent(loop)
-    return body
+def _moves(main: Block, moving: Collection[str], prefix: str) -> dict[str, float]:
+    """Count how reads and the write move with a loop: next to each other, not at all, apart."""
+    kinds, stores = dict.fromkeys(_KINDS, 0.0), 0.0
+    for access in main.accesses:
+        kind = access.kind(moving)
+        if access.written:
+            stores += kind == "contiguous"
+        else:
+            kinds[kind] += 1
+    loads = {f"{prefix}loads_{kind}": count for kind, count in kinds.items()}
+    return {**loads, f"{prefix}stores_contiguous": stores}
 
 
-def _accesses(block: Any, inside: Mapping[str, set[str]], vector: str) -> dict[str, float]:
-    """Count how reads and the write move with the vector: next to each other, not at all, apart."""
-    kinds = {"contiguous": 0, "same": 0, "apart": 0}
-    moving = {name for name, used in inside.items() if vector in used}
-    for region in block.reads:
-        kinds[_kind(region, moving)] += 1
-    stores = sum(_kind(region, moving) == "contiguous" for region in block.writes)
-    return {**{f"loads_{k}": float(n) for k, n in kinds.items()}, "stores_contiguous": stores}
+def _rest(main: Block) -> dict[str, float]:
+    """Describe the innermost loop that is not unrolled: LLVM may make a vector of it."""
+    rest = main.rest
+    return {
+        "log_rest": _log(1 if rest is None else extent(rest)),
+        "rest_sums": float(rest is not None and rest.loop_var.name in main.summed),
+        **_moves(main, main.moving(rest), "rest_"),
+    }
 
 
-def _kind(region: Any, moving: set[str]) -> str:
-    dims = [bool(_variables(r.min) & moving) for r in region.region]
-    if not any(dims):
-        return "same"
-    return "contiguous" if dims[-1] and not any(dims[:-1]) else "apart"
-
-
-def _footprints(
-    block: Any,
-    inside: Mapping[str, set[str]],
-    split: Sequence[Sequence[Any]],
-    extents: Mapping[str, int],
-) -> dict[str, float]:
+def _footprints(main: Block, split: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Return the bytes that the loops up to each band touch, and how often they use each."""
-    buffers = {str(r.source.name): r for r in (*block.reads, *block.writes)}
-    dims = [
-        (int(tvm.DataType(str(r.source.dtype)).itemsize), [_variables(d.min) for d in r.region])
-        for r in buffers.values()
-    ]
-    found, names, runs = dict[str, float](), set[str](), 1
+    found, loops = dict[str, float](), list[Any]()
     for i, band in enumerate(split, 1):
-        names |= {loop.loop_var.name for loop in band}
-        runs *= math.prod(map(_extent, band))
-        sizes = {
-            iterator: math.prod(extents[name] for name in used & names)
-            for iterator, used in inside.items()
-        }
-        touched = sum(
-            itemsize * math.prod(1 + sum(sizes.get(v, 1) - 1 for v in used) for used in indices)
-            for itemsize, indices in dims
-        )
+        loops += band
+        sizes = main.sizes(loops)
+        touched = sum(access.touched(sizes) for access in main.accesses)
+        runs = math.prod(map(extent, loops))
         found[f"log_bytes_{i}"], found[f"log_reuse_{i}"] = _log(touched), _log(runs / touched)
     return found
+
+
+def _code(main: Block, split: Sequence[Sequence[Any]], lanes: int) -> dict[str, float]:
+    """Return loads for each operation, and registers, of what is unrolled and of the bands."""
+    inner = [loop for band in split[:2] for loop in band]
+    regions = (unrolled(main.loops), split[0], inner, [*inner, *split[2]])
+    moving, each, found = main.moving(main.vector), main.each(lanes), dict[str, float]()
+    for name, loops in zip(_REGIONS, regions, strict=True):
+        sizes = main.sizes([*loops, *main.loops[-1:]])
+        total, held = traffic(main.accesses, moving, sizes, each)
+        runs = math.prod(map(extent, loops))
+        found[f"log_loads_{name}"] = math.log2(total / (runs * each))
+        found[f"log_registers_{name}"] = _log(held)
+    return found
+
+
+def _others(found: Sequence[Block], main: Block, lanes: int, cores: int) -> dict[str, float]:
+    """Return the work of the other blocks over the main one's."""
+    shares = dict.fromkeys(("sums", "starts", "work", "slow"), _NONE)
+    written = {region.source for region in main.realize.block.writes}
+    for other in found:
+        if other is main:
+            continue
+        starts = any(region.source in written for region in other.realize.block.writes)
+        share = other.steps(lanes, cores) / main.steps(lanes, cores)
+        shares["sums" if other.sums else "starts" if starts else "work"] += share
+        shares["slow"] += share if other.width == 1 else 0.0
+    return {f"log_other_{name}": math.log2(share) for name, share in shares.items()}
+
+
+def _use(found: Sequence[Block], main: Block) -> dict[str, float]:
+    """Return how many iterations of the main block's loops share those of what reads it."""
+    written = {region.source for region in main.realize.block.writes}
+    shared = len(main.loops)
+    for other in found:
+        reads = any(region.source in written for region in other.realize.block.reads)
+        if other is not main and reads:
+            pairs = zip(main.loops, other.loops, strict=False)
+            shared = min(shared, sum(a.same_as(b) for a, b in pairs))
+    outside = math.prod(map(extent, main.loops[:shared]))
+    return {"log_shared": _log(outside), "log_inside": _log(main.runs / outside)}

@@ -22,12 +22,12 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 
 from tvmcap.kernel import loop_bands
-from tvmcap.kernel.cost_model import RankModel, times_us
+from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.dataset import Group, of_traces
 from tvmcap.kernel.records import Record
 from tvmcap.schedules import cpu_target
 
-VERSION = 3.0
+VERSION = 4.0
 """First feature: rows of another list are not mixed with those of this one."""
 _NEST = (
     "blocks",
@@ -67,20 +67,38 @@ class LoopNests:
 LOOP_NESTS = LoopNests()
 _SERIAL, _PARALLEL, _VECTOR, _UNROLLED = range(4)
 _GPU_LANES = 4
+_WHOLE = 1e5
 
 
 def loop_features(context: Any, candidates: Sequence[Any]) -> Any:
     """Return the features of MetaSchedule's candidates, float32 (candidates, FEATURES)."""
-    is_cpu = context.target.kind.name == "llvm"
-    lanes = cpu_target.vector_lanes(context.target) if is_cpu else _GPU_LANES
-    cores = cpu_target.threads(context.target) if is_cpu else 1
-    rows = np.zeros((len(candidates), len(FEATURES)), np.float32)
-    rows[:, 0] = VERSION
-    for row, candidate in zip(rows, candidates, strict=True):
-        func = candidate.sch.mod["main"]
-        found = {**_nest(func, cores, lanes), **loop_bands.bands(func, lanes)}
-        row[1:] = [found[name] for name in FEATURES[1:]]
-    return rows
+    rows = [nest_features(c.sch.mod["main"], context.target) for c in candidates]
+    return np.array(rows, np.float32).reshape(len(rows), len(FEATURES))
+
+
+def nest_features(func: Any, target: Any) -> list[float]:
+    """Return the features of a scheduled PrimFunc for a target, in the order of ``FEATURES``."""
+    is_cpu = target.kind.name == "llvm"
+    lanes = cpu_target.vector_lanes(target) if is_cpu else _GPU_LANES
+    cores = cpu_target.threads(target) if is_cpu else 1
+    found = {**_nest(func, cores, lanes), **loop_bands.bands(func, lanes, cores)}
+    return [VERSION, *(found[name] for name in FEATURES[1:])]
+
+
+def stored(row: Iterable[float]) -> list[float]:
+    """Return features as records hold them, to five digits; whole numbers take less room."""
+    return [_short(float(value)) for value in np.fromiter(row, np.float32)]
+
+
+def _short(value: float) -> float:
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < _WHOLE else rounded
+
+
+def current(record: Record) -> bool:
+    """Whether a record has features that today's model takes."""
+    row = record.features or []
+    return len(row) == len(FEATURES) and row[0] == VERSION
 
 
 def _nest(func: Any, cores: int, lanes: int) -> dict[str, float]:
@@ -135,20 +153,14 @@ def _log(value: float) -> float:
 
 @derived_object
 class LoopCostModel(PyCostModel):  # type: ignore[misc]
-    """A RankModel of loop nests behind MetaSchedule's interface; before it has trees, chance.
+    """A RankModel of loop nests behind MetaSchedule's interface, which only asks it.
 
-    Equal scores would lead evolution back to what the records hold already.
-
-    Parameters
-    ----------
-    model: what learns and ranks; it may know other tasks.
-    group: name of the task and size that the candidates are of.
+    Sessions teach the model themselves; ``model`` is what it knew at one moment.
     """
 
-    def __init__(self, model: RankModel, group: str) -> None:
+    def __init__(self, model: RankModel) -> None:
         super().__init__()
-        self.model, self.group = model, group
-        self._rng = np.random.default_rng(model.seed)
+        self.model = model
 
     def load(self, path: str) -> None:
         """Read measurements."""
@@ -159,12 +171,8 @@ class LoopCostModel(PyCostModel):  # type: ignore[misc]
         self.model.save(path)
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
-        """Learn from measured candidates."""
-        self.model.add(self.group, loop_features(context, candidates), times_us(results))
-        self.model.fit()
+        """Learn nothing: ``LoopNestSession`` does."""
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> Any:
         """Return a score in (0, 1) a candidate."""
-        if not self.model.learnt:
-            return self._rng.uniform(0.25, 0.75, len(candidates))
         return self.model.scores(loop_features(context, candidates))

@@ -1,20 +1,26 @@
-"""Search over loop nests: MetaSchedule's evolution with its own rules, at a static size."""
+"""Search over loop nests: MetaSchedule's evolution with its own rules, at a static size.
+
+Evolution fills a pool of candidates, and each batch is the pool's best by what the model knows by
+then. While a batch is compiled, evolution goes on in a thread of its own, so that it costs little
+time; it ends before anything is timed.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
 from tvmcap.kernel import tensor_core
-from tvmcap.kernel.cost_model import RankModel
+from tvmcap.kernel.cost_model import RankModel, times_us
 from tvmcap.kernel.database import add_to_database, plain_json
 from tvmcap.kernel.dataset import group_name
 from tvmcap.kernel.features import copy_func, replay
-from tvmcap.kernel.loop_features import FEATURES, LoopCostModel, loop_features
+from tvmcap.kernel.loop_features import FEATURES, LoopCostModel, loop_features, stored
 from tvmcap.kernel.measure import Candidate
 from tvmcap.kernel.records import Record, canonical
 from tvmcap.kernel.search import Proposal, Session, new_context
@@ -22,12 +28,25 @@ from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
 
 _POPULATION = 64
-_GENERATIONS = 2
+_GENERATIONS = 1
 _FRESH = 32
-_PER_ITERATION = 16  # evolution takes as long for one candidate as for many
+_FIRST_GROWTHS, _BATCHES_A_GROWTH = 2, 2
+_POOL = 512
 _MANY = 1 << 20
 _TRIES = 3
-_WHOLE = 1e5
+_APART = 20.0
+_EXPLORED = 8
+"""One in so many of a batch is any candidate of the pool."""
+_THREAD = ThreadPoolExecutor(1, "tvmcap-evolution")
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A candidate of the pool, as MetaSchedule has it, with its trace and features."""
+
+    measured: Any
+    trace: list[Any]
+    row: Any
 
 
 class LoopNestSession(Session):
@@ -48,61 +67,90 @@ class LoopNestSession(Session):
         self._fallback = (
             fallback(copy_func(self.bound), target) if first and fallback is not None else None
         )
-        self._waiting: list[Proposal] = []
         self._database = ms.database.MemoryDatabase()
         for record in stores.history(task.key, target, self.record_sizes):
             add_to_database(self._database, record, self.bound, target)
-        strategy = ms.search_strategy.EvolutionarySearch(
-            population_size=_POPULATION,
-            init_min_unmeasured=_FRESH,
-            genetic_num_iters=_GENERATIONS,
-        )
+        self._group = group_name(task.workload_hash, self.record_sizes)
+        self.model = RankModel(seed, FEATURES) if model is None else model
+        self._cost_model = LoopCostModel(self.model.snapshot())
         self._context = new_context(
-            self.bound, target, self.name, seed, tensor_core.space(self.bound, target), strategy
+            self.bound, target, self.name, seed, tensor_core.space(self.bound, target), _strategy()
         )
-        group = group_name(task.workload_hash, self.record_sizes)
-        known = RankModel(seed, FEATURES) if model is None else model
-        self._cost_model = LoopCostModel(known, group)
+        self._pool: dict[str, _Known] = {}
+        self._rng = np.random.default_rng(seed)
+        self._growing: Future[None] | None = None
         self._started = False
+        self._batches = 0
+        self._grow(_FIRST_GROWTHS)
 
     def propose(self, count: int) -> list[Proposal]:
-        """Return the fallback's kernel first (its trace is empty), then evolution's."""
+        """Return the fallback's kernel first (its trace is empty), then the pool's best."""
         first: list[Proposal] = []
         if self._fallback is not None:
             first.append(Proposal(self._candidate("fallback", self._fallback), None, trace=[]))
             self._fallback, count = None, count - 1
         if count > 0:
-            with _numpy_seed(self.seed):
-                if not self._started:
-                    spaces = self._context.generate_design_space()
-                    self._context.pre_tuning(
-                        _MANY, _PER_ITERATION, spaces, self._database, self._cost_model
-                    )
-                    self._started = True
-                batch = self._waiting or self._generate()
-            self._waiting = batch[count:]
-            first += batch[:count]
+            self.settle()
+            for _ in range(_TRIES):
+                if len(self._fresh()) >= count:
+                    break
+                self._grow()
+                self.settle()
+            first += self._best(count)
+            self._batches += 1
+            if self._batches % _BATCHES_A_GROWTH == 0:
+                self._grow()
         return first
 
-    def _generate(self) -> list[Proposal]:
-        """Return a batch of traces never measured; some rounds bring up what the records hold."""
-        found: list[Proposal] = []
-        for _ in range(_TRIES):
-            found += self._fresh()
-            if len(found) >= _PER_ITERATION // 2:
-                break
+    def settle(self) -> None:
+        """Wait until evolution has ended, so that what is timed now has the processor alone."""
+        if self._growing is not None:
+            self._growing.result()
+            self._growing = None
+
+    def _grow(self, times: int = 1) -> None:
+        """Let evolution fill the pool by what the model knows now; ``settle`` waits for it."""
+        self.settle()
+        self._cost_model.model = self.model.snapshot()
+        self._growing = _THREAD.submit(self._evolve, times)
+
+    def _evolve(self, times: int) -> None:
+        if not self._started:
+            spaces = self._context.generate_design_space()
+            self._context.pre_tuning(_MANY, _POPULATION, spaces, self._database, self._cost_model)
+            self._started = True
+        for _ in range(times):
+            batch = list(self._context.generate_measure_candidates() or [])
+            for measured, row in zip(batch, loop_features(self._context, batch), strict=True):
+                trace = plain_json(measured.sch.trace.as_json())
+                self._pool.setdefault(canonical(trace), _Known(measured, trace, row))
+
+    def _fresh(self) -> list[str]:
+        """Return the traces of the pool that were never measured."""
+        return [trace for trace in self._pool if trace not in self.done]
+
+    def _best(self, count: int) -> list[Proposal]:
+        """Return the best of the pool that are not much alike, and a few of any."""
+        traces = self._fresh()
+        if not traces:
+            return []
+        rows = np.array([self._pool[trace].row for trace in traces])
+        scores = self.model.margins(rows)
+        order = [int(i) for i in np.argsort(-scores, kind="stable")]
+        explored = count // _EXPLORED
+        chosen = unlike(rows, order, count - explored)
+        left = [i for i in order if i not in set(chosen)]
+        chosen += [left[i] for i in self._rng.permutation(len(left))[:explored]]
+        found = [self._proposal(traces[i]) for i in chosen]
+        kept = {traces[i] for i in order[:_POOL]} - {traces[i] for i in chosen}
+        self._pool = {trace: known for trace, known in self._pool.items() if trace in kept}
         return found
 
-    def _fresh(self) -> list[Proposal]:
-        found: list[Proposal] = []
-        batch = list(self._context.generate_measure_candidates() or [])
-        for measured, row in zip(batch, loop_features(self._context, batch), strict=True):
-            trace = plain_json(measured.sch.trace.as_json())
-            if canonical(trace) not in self.done:
-                candidate = self._candidate(canonical(trace), measured.sch.mod["main"])
-                features = [_short(x) for x in row]
-                found.append(Proposal(candidate, measured, trace=trace, features=features))
-        return found
+    def _proposal(self, trace: str) -> Proposal:
+        known = self._pool[trace]
+        candidate = self._candidate(trace, known.measured.sch.mod["main"])
+        features = stored(known.row)
+        return Proposal(candidate, known.measured, trace=known.trace, features=features)
 
     def repeat(self, records: Sequence[Record]) -> list[Proposal]:
         """Return proposals for recorded traces."""
@@ -118,9 +166,11 @@ class LoopNestSession(Session):
         )
 
     def _learn(self, measured: list[Any], outcomes: list[Any]) -> None:
-        with _numpy_seed(self.seed):
-            self._context.notify_runner_results(measured, outcomes)
-            self._cost_model.update(self._context, measured, outcomes)
+        self.settle()
+        self._context.notify_runner_results(measured, outcomes)
+        rows = loop_features(self._context, measured)
+        self.model.add(self._group, rows, times_us(outcomes))
+        self.model.fit()
         workload = self._database.commit_workload(self._context.mod)
         for candidate, outcome in zip(measured, outcomes, strict=True):
             record = ms.database.TuningRecord(
@@ -129,18 +179,23 @@ class LoopNestSession(Session):
             self._database.commit_tuning_record(record)
 
 
-def _short(value: float) -> float:
-    """Round to five digits; most features are whole numbers, which take less room as such."""
-    rounded = float(f"{value:.5g}")
-    return int(rounded) if rounded.is_integer() and abs(rounded) < _WHOLE else rounded
+def _strategy() -> Any:
+    return ms.search_strategy.EvolutionarySearch(
+        population_size=_POPULATION, init_min_unmeasured=_FRESH, genetic_num_iters=_GENERATIONS
+    )
 
 
-@contextlib.contextmanager
-def _numpy_seed(seed: int) -> Iterator[None]:
-    """Seed numpy's global generator, which MetaSchedule's model draws from; then put it back."""
-    state = np.random.get_state()
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        np.random.set_state(state)
+def unlike(rows: Any, order: Sequence[int], count: int, apart: float = _APART) -> list[int]:
+    """Return the first ``count`` of an order of rows that differ, then those that are left.
+
+    Rows differ by more than ``apart`` in the sum of squares over columns of unit variance.
+    """
+    scaled = (rows - rows.mean(0)) / (rows.std(0) + 1e-6)
+    chosen: list[int] = []
+    for i in order:
+        if len(chosen) == count:
+            return chosen
+        if not chosen or ((scaled[chosen] - scaled[i]) ** 2).sum(1).min() > apart:
+            chosen.append(i)
+    taken = set(chosen)
+    return chosen + [i for i in order if i not in taken][: count - len(chosen)]

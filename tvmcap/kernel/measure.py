@@ -24,7 +24,9 @@ from tvmcap.kernel import process, remote, tasks
 from tvmcap.kernel.candidates import Candidate as Candidate
 from tvmcap.kernel.candidates import Measurement as Measurement
 from tvmcap.kernel.candidates import Workload as Workload
+from tvmcap.kernel.prim_func import structure
 from tvmcap.kernel.process import Worker
+from tvmcap.kernel.records import canonical
 from tvmcap.kernel.runner import Runner, WorkloadError, failed, open_runners, time_limit
 
 log = logging.getLogger("tvmcap")
@@ -185,8 +187,9 @@ class Measurer:
         return {**worker.call(request, self.build_timeout_s), "path": path}
 
     def _key(self, workload: Workload) -> str:
-        sizes = sorted(workload.sizes.items())
-        return f"reference {id(workload.task)} {sizes} {workload.seed}"
+        """Return what identifies a reference; tasks come and go, and so do their addresses."""
+        func, sizes = structure(workload.task.func), list(workload.sizes.values())
+        return f"reference {func} {sizes} {canonical(workload.args)} {workload.seed}"
 
     def _is_new(self, workload: Workload) -> bool:
         return self._key(workload) not in self._built

@@ -18,8 +18,10 @@ from tvmcap.kernel import dataset
 from tvmcap.kernel.cost_model import OBJECTIVES, RankModel
 from tvmcap.kernel.fingerprint import fingerprint, same_target
 from tvmcap.kernel.loop_features import LoopNests
+from tvmcap.kernel.loop_recall import recall
 from tvmcap.kernel.records import Record, canonical, digest
 from tvmcap.kernel.stores import Stores
+from tvmcap.kernel.tasks import Task
 
 log = logging.getLogger("tvmcap")
 
@@ -170,19 +172,28 @@ def find(
     return None
 
 
-def ready(stores: Stores, template: Any, target: Any, seed: int = 0) -> RankModel:
+def ready(
+    stores: Stores, template: Any, target: Any, seed: int = 0, found: Iterable[Task] = ()
+) -> RankModel:
     """Return the model with which a run of tuning starts.
 
     The one that was saved, refined on the records that are not beside it, or one learnt from all
-    records; without trees where there are too few.
+    records; without trees where there are too few. Records of the loop nests ``found`` count
+    whatever features they were written with.
     """
     saved = find(stores, template, target, seed)
     known = stores.usable(target)
     if saved is None:
-        return train(known, template, target, seed)
+        return train(_today(known, template, found), template, target, seed)
     model, path = saved
     beside = {id(r) for s in stores.stores if s.folder == path.parent for r in s.records}
-    for group in groups((r for r in known if id(r) not in beside), template, target):
+    more = _today([r for r in known if id(r) not in beside], template, found)
+    for group in groups(more, template, target):
         model.add(group.name, group.rows, group.times_us)
     model.fit()
     return model
+
+
+def _today(records: Sequence[Record], template: Any, found: Iterable[Task]) -> Sequence[Record]:
+    """Return records with the features of today where they can be had."""
+    return recall(records, found) if isinstance(template, LoopNests) else records

@@ -17,7 +17,7 @@ from typing import Any
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from tvmcap.kernel import tasks
+from tvmcap.kernel import tasks, tensor_core
 from tvmcap.kernel.admission import admits
 from tvmcap.kernel.fingerprint import tvm_version
 from tvmcap.kernel.measure import Candidate, Measurement, Workload
@@ -76,6 +76,9 @@ class Session:
         """Return at most ``count`` candidates never measured; none when the space is exhausted."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait for what the session does beside compiling; nothing runs beside what is timed."""
+
     def repeat(self, records: Sequence[Record]) -> list[Proposal]:
         """Return proposals that measure the candidates of records again."""
         raise NotImplementedError
@@ -128,10 +131,11 @@ def runner_result(result: Measurement) -> Any:
 def new_context(func: Any, target: Any, name: str, seed: int, space: Any, strategy: Any) -> Any:
     """Return a TuneContext; ``space`` is MetaSchedule's generator, None for a template."""
     needed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if space is not None:
+    if space is not None and tensor_core.uses_intrinsics(func, target):
         import_tensor_intrinsics()
     else:
         needed = no_tensor_intrinsics()
+    if space is None:
         space = ms.space_generator.ScheduleFn(
             lambda sch: sch, sch_rules=[], postprocs=[], mutator_probs={}
         )

@@ -26,7 +26,10 @@ DTYPES = ("bfloat16", "float16", "int8")
 def space(func: Any, target: Any) -> Any:
     """Return MetaSchedule's space generator for a kernel, tensor cores first where there are."""
     if target.kind.name != "cuda":
-        return "post-order-apply"
+        if uses_intrinsics(func, target):
+            return "post-order-apply"
+        kind = str(target.kind.name)
+        return ms.space_generator.PostOrderApply(None, kind, kind, kind)
     rules = list(ms.schedule_rule.ScheduleRule.create("cuda"))
     if len(prim_func.written(func)) > 1:
         inline = ms.schedule_rule.AutoInline
@@ -40,6 +43,12 @@ def space(func: Any, target: Any) -> Any:
         postprocs=ms.postproc.Postproc.create(kind),
         mutator_probs=ms.mutator.Mutator.create(kind),
     )
+
+
+def uses_intrinsics(func: Any, target: Any) -> bool:
+    """Whether the space of a kernel needs TVM's intrinsics; a CPU's are of 8-bit products."""
+    dtypes = {str(p.dtype) for p in func.params if prim_func.is_tensor(p)}
+    return target.kind.name != "llvm" or not dtypes.isdisjoint(("int8", "uint8"))
 
 
 def _inline_forward() -> Any:

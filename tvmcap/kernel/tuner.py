@@ -95,7 +95,7 @@ class Run:
         measurer: Measurer,
     ) -> list[Entry]:
         """Open a session for each task and size, heavy ones first."""
-        sessions = Sessions(self.target, self.stores, self.config.seed)
+        sessions = Sessions(self.target, self.stores, self.config.seed, found)
         return open_entries(found, sizes, sessions, measurer, self.limit)
 
     @contextlib.contextmanager
@@ -128,6 +128,7 @@ class Run:
             each = (time.monotonic() - self.start) / self.trials
             left_s = self.left_s() - self._confirming_s(measurer)
             left = max(1, min(left, int(left_s / each)))
+        measurer.build([], [entry.session.workload for entry in entries])  # while evolution runs
         batches: list[tuple[Entry, list[Proposal]]] = []
         for entry in entries:
             proposals = self._think(entry.session.propose, min(entry.batch, left)) if left else []
@@ -135,8 +136,9 @@ class Run:
             left -= len(proposals)
             if proposals:
                 batches.append((entry, proposals))
-        workloads = [entry.session.workload for entry, _ in batches]
-        measurer.build([p.candidate for _, proposals in batches for p in proposals], workloads)
+        measurer.build([p.candidate for _, proposals in batches for p in proposals])
+        for entry in self.entries:
+            self._think(entry.session.settle)
         before = [_median(entry.session.best()) for entry, _ in batches]
         results = self.measure(measurer, batches)
         for (entry, proposals), measured, us in zip(batches, results, before, strict=True):
