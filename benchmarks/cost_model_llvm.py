@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import core_sets
 import loop_tasks
+import numpy as np
 from cost_model_metrics import measured_once
 
 from tvmcap.kernel.cost_model import RankModel
