@@ -160,11 +160,8 @@ class Executor:
         if plan.zero:
             if plan.skip:
                 return
-            values, targets, places = (
-                self._checker.compact(values),
-                self._checker.compact(targets),
-                None,
-            )
+            values, targets = self._checker.compact(values), self._checker.compact(targets)
+            places = None
         try:
             context.run(plan, values, targets, places)
         except TvmcapError:
@@ -202,6 +199,10 @@ class Executor:
             targets, buckets.call(size, plan, values, context.slots, run), strict=True
         ):
             target.copy_(rows)
+
+    def check(self) -> None:
+        """Raise LibraryError where no call is possible any more."""
+        self._contexts.check()
 
     def bind(self, name: str, tensor: Any) -> None:
         """Keep a tensor for the runs of this thread; see ``Compiled.bind``."""
@@ -259,7 +260,7 @@ class Executor:
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
-        self._contexts.check()
+        self.check()
         context = self._threads.here
         framework, values, _, plan = self._bind(args, kwargs)
         targets = framework.outputs(plan)[1]
@@ -283,7 +284,7 @@ class Executor:
 
     def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
         """Call ``before`` and ``after`` with the name of each kernel that this thread launches."""
-        self._contexts.check()
+        self.check()
         return watched(self._threads.here.arena.vm, before, after)
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:

@@ -22,14 +22,16 @@ class Contexts:
         cuda = manifest.target["kind"] == "cuda"
         self._machine = CudaMachine(library, manifest) if cuda else None
         self._all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Threads] = weakref.WeakSet()
         self._graph_bytes: int | None = None
         self._refusal = ""
         if cuda:
             _on_gpu.add(self)
 
-    def new(self) -> CpuContext | CudaContext:
+    def new(self, user: Threads) -> CpuContext | CudaContext:
         """Return a context for the calling thread; LibraryError once the library is closed."""
         self.check()
+        self._users.add(user)
         context: CpuContext | CudaContext
         if self._machine is None:
             context = CpuContext(self._library, self._manifest)
@@ -58,8 +60,10 @@ class Contexts:
             raise LibraryError(self._refusal)
 
     def refuse(self, why: str) -> None:
-        """Let every later call raise LibraryError."""
+        """Let every later call raise LibraryError, in this thread before its arguments are seen."""
         self._refusal = self._refusal or why
+        for user in list(self._users):
+            user.leave()
         for context in list(self._all):
             context.run = self._refuse
 
@@ -75,11 +79,31 @@ class Contexts:
         self._machine = None
 
 
+class _Left:
+    """What is found where a thread has no context any more: the reason, as LibraryError."""
+
+    def __get__(self, threads: Threads, _: type) -> NoReturn:
+        threads.contexts.check()
+        raise AttributeError("here")
+
+
 class Threads(threading.local):
-    """``here`` is the context of the calling thread."""
+    """``here`` is the context of the calling thread; LibraryError once calls are refused."""
+
+    here: CpuContext | CudaContext = _Left()  # type: ignore[assignment]  # a thread's own hides it
 
     def __init__(self, contexts: Contexts) -> None:
-        self.here = contexts.new()
+        self.contexts = contexts
+        self.here = contexts.new(self)
+
+    def leave(self) -> None:
+        """Have no ``here`` in the calling thread any more.
+
+        The context is kept elsewhere: in a forked child nothing of CUDA can be freed.
+        """
+        own = vars(self)
+        if "here" in own:
+            own["last"] = own.pop("here")
 
 
 _on_gpu: weakref.WeakSet[Contexts] = weakref.WeakSet()
