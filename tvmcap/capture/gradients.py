@@ -136,10 +136,33 @@ def _pooled(size: int, kernel: int, stride: int, padding: int, dilation: int, ce
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
 
 
+def max_pool2d_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """Write ``aten.max_pool2d_with_indices_backward``: ``grad`` added where ``indices`` say.
+
+    An index counts the places of a plane; windows that overlap may share one, and are added up in
+    float32 where x has 16 bits. Versions of PyTorch have a decomposition or none.
+    """
+    planes = x.shape[:-2]
+    wide = grad.float() if x.dtype in (torch.float16, torch.bfloat16) else grad
+    start = wide.new_zeros((*planes, x.shape[-2] * x.shape[-1]))
+    added = start.scatter_add(-1, indices.reshape(*planes, -1), wide.reshape(*planes, -1))
+    return added.reshape(x.shape).to(x.dtype)
+
+
 def gradients() -> dict[Any, Callable[..., Any]]:
     """List them by operator."""
     return {
         _aten.convolution_backward.default: convolution_backward,
         _aten.max_pool2d_with_indices.default: max_pool2d_with_indices,
+        _aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
         _aten.embedding_dense_backward.default: embedding_backward,
     }
