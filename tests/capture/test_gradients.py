@@ -22,11 +22,19 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("ties", [False, True])
+def empty(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return values of which most are -inf, as padding is."""
+    return torch.randn(shape).where(torch.rand(shape) < 0.1, float("-inf"))
+
+
+DRAWS = {"ties": lambda shape: torch.randint(0, 3, shape).float(), "empty": empty}
+
+
+@pytest.mark.parametrize("draw", [torch.randn, *DRAWS.values()], ids=["normal", *DRAWS])
 @pytest.mark.parametrize("name", list(POOLS))
-def test_max_pooling(name: str, ties: bool) -> None:
+def test_max_pooling(name: str, draw: Any) -> None:
     shape, how = POOLS[name]
-    x = torch.randint(0, 3, shape).float() if ties else torch.randn(shape)
+    x = draw(shape)
     value, indices = _aten.max_pool2d_with_indices(x, *how)
     grad = torch.randn(value.shape)
     wanted = _aten.max_pool2d_with_indices_backward(grad, x, *how, indices)

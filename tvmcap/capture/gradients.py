@@ -123,10 +123,18 @@ def max_pool2d_with_indices(
             top, left = i * dilation[0], j * dilation[1]
             last = top + (rows - 1) * stride[0] + 1, left + (columns - 1) * stride[1] + 1
             views.append(padded[..., top : last[0] : stride[0], left : last[1] : stride[1]])
-            places.append((row + top) * width + column + left)
+            at = row + top, column + left
+            if any(edges):
+                at = _inside(at[0], dilation[0], height), _inside(at[1], dilation[1], width)
+            places.append(at[0] * width + at[1])
     value, which = torch.stack(views, -1).max(-1)
     where = torch.stack(places, -1).expand(*value.shape, len(places))
     return value, where.gather(-1, which.unsqueeze(-1)).squeeze(-1)
+
+
+def _inside(place: torch.Tensor, dilation: int, size: int) -> torch.Tensor:
+    """Take the window's first place inside for one before: where all are -inf, padding wins."""
+    return torch.where(place < 0, place.remainder(dilation), place).clamp(max=size - 1)
 
 
 def _pooled(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
