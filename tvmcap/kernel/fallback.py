@@ -60,7 +60,11 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
             import_tensor_intrinsics()  # which dlight would do, slowly
         found = rule.apply(func, target, False)
         first = found[0] if isinstance(found, list) else found
-        return None if first is None else first.mod["main"]
+        if first is None:
+            return None
+        # sums of several threads do not lower where something follows them in their loops
+        tvm.s_tir.transform.LowerCrossThreadReduction()(first.mod)
+        return first.mod["main"]
 
     yield (
         "tensor-core",
@@ -72,8 +76,19 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
         yield f"dlight-{kind.lower()}", partial(use, rule)
 
 
+def _launches(func: tirx.PrimFunc) -> bool:
+    keys: list[str] = []
+    tvm_ffi.structural_walk(func.body, (tirx.AttrStmt, lambda attr: keys.append(attr.attr_key)))
+    return "thread_extent" in keys
+
+
 def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
-    """Apply our rule of tensor cores, then TVM's dlight rules, most specific first."""
+    """Apply our rule of tensor cores, then TVM's dlight rules, most specific first.
+
+    What launches threads itself, as TOPI's scatters, sorts and running sums do, stays as it is.
+    """
+    if _launches(func):
+        return func.with_attr("tirx.is_scheduled", True), "as written"
     with target:
         for name, rule in _rules():
             try:
