@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import tvmcap
 from tests.training_cases import CASES, mlp
@@ -50,6 +51,33 @@ def test_a_blocks_gradients_at_the_size_of_a_model(rows: int) -> None:
     tvmcap.verify(lib, sizes=[{"B": rows}]).require()
     names = lib.executor.kernel_launches(x, w, b)
     assert len(names) == lib.manifest.kernels_per_call == 4
+
+
+class Looked(nn.Module):
+    """Rows of a table, running sums of them, and their maxima in windows that overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 12)
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        rows = self.table(i)
+        sums = (rows.cumsum(1), rows.cumsum(2))
+        return F.max_pool2d(torch.stack(sums, 1), 3, 2, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_that_are_added_where_indices_say(dtype: torch.dtype) -> None:
+    index = torch.randint(0, 11, (6, 9), device="cuda")
+    lib = build(Looked().cuda().to(dtype), (index,), None)
+    tvmcap.verify(lib, seed=torch.seed() % 1000).require()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells(cell: Any) -> None:
+    module, x = cell(6, 8).cuda(), torch.randn(5, 6, device="cuda").requires_grad_()
+    lib = build(module, (x,), None)
+    tvmcap.verify(lib, seed=torch.seed() % 1000).require()
 
 
 def test_dropout_is_what_eager_draws_under_the_same_seed() -> None:

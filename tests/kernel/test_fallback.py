@@ -20,6 +20,12 @@ GPU = codegen.make_target({"kind": "cuda", "arch": "sm_80"})
 
 def kernel(op, *shapes, target=TARGET):
     """Return the fused PrimFunc of one operator; a string in a shape is a symbolic extent."""
+    (func,) = kernels(op, *shapes, target=target)
+    return func
+
+
+def kernels(op, *shapes, target=TARGET):
+    """Return the fused PrimFuncs of a function."""
     builder = relax.BlockBuilder()
     names = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
     args = [
@@ -32,8 +38,7 @@ def kernel(op, *shapes, target=TARGET):
         builder.emit_func_output(out)
     with target:
         mod = fuse(legalize(builder.get()))
-    (func,) = (f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
-    return func
+    return [f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc)]
 
 
 def conv(x, w):
@@ -126,6 +131,37 @@ def test_gpu_schedules_bind_threads(name) -> None:
     text = done.script()
     assert "threadIdx.x" in text and "blockIdx.x" in text
     assert len(done.params) == len(func.params)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_kernels_that_launch_threads_stay_as_they_are(axis: int) -> None:
+    funcs = kernels(lambda x: relax.op.cumsum(x, axis), (6, 1000), target=GPU)
+    found = [(func, *fallback.schedule(func, GPU)) for func in funcs]
+    ((func, done),) = [(func, done) for func, done, rule in found if rule == "as written"]
+    assert done.attrs["tirx.is_scheduled"]
+    tvm.ir.assert_structural_equal(done.body, func.body)
+
+
+def test_a_gpus_scatter_has_a_schedule() -> None:
+    index = relax.const(np.arange(8, dtype="int64").reshape(2, 4))
+
+    def scatter(x, y):
+        return relax.op.scatter_elements(x, index, y, 1, "add")
+
+    assert fallback.schedule(kernel(scatter, (2, 64), (2, 4), target=GPU), GPU)[1] == "as written"
+
+
+def test_sums_of_threads_that_do_not_lower_give_way(caplog) -> None:
+    """A convolution to one pixel, with work after it, which dlight sums up across threads."""
+
+    def conv_relu(x, w, b):
+        return relax.op.nn.relu(relax.op.nn.conv2d(x, w, strides=2, groups=2) + b)
+
+    func = kernel(conv_relu, (2, 4, 4, 4), (4, 2, 3, 3), (1, 4, 1, 1), target=GPU)
+    with caplog.at_level(logging.DEBUG, "tvmcap"):
+        done, rule = fallback.schedule(func, GPU)
+    assert "Cross-thread reduction" in caplog.text and rule.startswith("dlight-")
+    tvm.s_tir.transform.LowerCrossThreadReduction()(tvm.IRModule({"main": done}))
 
 
 def test_the_most_specific_rule_comes_first() -> None:

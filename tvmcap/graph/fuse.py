@@ -22,6 +22,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     """
     for step in (
         relax.backend.DispatchSortScan(),  # prefix sums, which LegalizeOps leaves alone
+        plain_reshapes,  # which that writes around a GPU's
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
         inline_scalars,  # after folding, which makes some of them
@@ -37,6 +38,18 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
             "or run that part in PyTorch"
         )
     return mod
+
+
+def plain_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
+    """Ensures a reshape is the operator, and no call of the virtual machine's own."""
+
+    def is_call(value: Any) -> bool:
+        return is_op(value, "call_pure_packed") and _name(value) == "vm.builtin.reshape"
+
+    def emit(_: Any, value: Any) -> Any:
+        return relax.op.reshape(*value.args[1:]) if is_call(value) else None
+
+    return rebuild(mod, emit) if any(is_call(b.value) for b in _calls(mod)) else mod
 
 
 def _calls(mod: tvm.IRModule) -> list[Any]:

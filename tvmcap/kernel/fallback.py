@@ -87,7 +87,7 @@ def _gpu(func: tirx.PrimFunc, target: Any) -> tuple[tirx.PrimFunc, str]:
 
     What launches threads itself, as TOPI's scatters, sorts and running sums do, stays as it is.
     """
-    if _launches(func):
+    if "tirx.is_scheduled" in (func.attrs or {}) or _launches(func):
         return func.with_attr("tirx.is_scheduled", True), "as written"
     with target:
         for name, rule in _rules():
