@@ -58,3 +58,13 @@ def test_windows_that_share_a_place_add_up_in_float32(dtype: torch.dtype) -> Non
     exact = torch.zeros(1, 1, 33, 33, dtype=torch.float64)
     exact[0, 0, 16, 16] = grad.double().sum()
     torch.testing.assert_close(got, exact.to(dtype))
+
+
+def test_rows_of_an_embedding_add_up_in_float32() -> None:
+    grad, indices = torch.rand(300, 8).bfloat16(), torch.randint(0, 2, (300,))
+    rule = for_training()[_aten.embedding_dense_backward.default]
+    got = rule(grad, indices, 3, 1, False)
+    exact = torch.zeros(3, 8, dtype=torch.float64).index_add(0, indices, grad.double())
+    exact[1] = 0  # the padding
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, exact.bfloat16())

@@ -72,6 +72,10 @@ def _full(values: Sequence[int], rank: int) -> list[int]:
     return list(values) * rank if len(values) == 1 else list(values)
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def embedding_backward(
     grad: torch.Tensor,
     indices: torch.Tensor,
@@ -79,13 +83,16 @@ def embedding_backward(
     padding: int,
     scale_by_frequency: bool,
 ) -> torch.Tensor:
-    """Write ``aten.embedding_dense_backward``: rows of ``grad`` added where ``indices`` say."""
+    """Write ``aten.embedding_dense_backward``: rows of ``grad`` added where ``indices`` say.
+
+    Rows of 16 bits are added up in float32.
+    """
     if scale_by_frequency:
         return NotImplemented
-    rows, where = grad.reshape(-1, grad.shape[-1]), indices.reshape(-1, 1)
+    rows, where = _wide(grad).reshape(-1, grad.shape[-1]), indices.reshape(-1, 1)
     rows = torch.where(where == padding, torch.zeros_like(rows), rows)
-    start = grad.new_zeros((count, grad.shape[-1]))
-    return start.scatter_add(0, where.expand(rows.shape), rows)
+    start = rows.new_zeros((count, grad.shape[-1]))
+    return start.scatter_add(0, where.expand(rows.shape), rows).to(grad.dtype)
 
 
 def max_pool2d_with_indices(
@@ -160,7 +167,7 @@ def max_pool2d_backward(
     float32 where x has 16 bits. Versions of PyTorch have a decomposition or none.
     """
     planes = x.shape[:-2]
-    wide = grad.float() if x.dtype in (torch.float16, torch.bfloat16) else grad
+    wide = _wide(grad)
     start = wide.new_zeros((*planes, x.shape[-2] * x.shape[-1]))
     added = start.scatter_add(-1, indices.reshape(*planes, -1), wide.reshape(*planes, -1))
     return added.reshape(x.shape).to(x.dtype)

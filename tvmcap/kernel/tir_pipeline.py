@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tvm
@@ -39,7 +40,23 @@ def _parts() -> tuple[Any, Any, Any]:
                 done.update(stock(tvm.IRModule(cores)).functions.items())
         return tvm.IRModule(done, attrs=mod.attrs)
 
-    return lower, finish_host, finish_device
+    def finish() -> Any:
+        return tvm.transform.Sequential([finish_device(), printable_numbers])
+
+    return lower, finish_host, finish
+
+
+@tvm.tirx.transform.prim_func_pass(opt_level=0)
+def printable_numbers(func: Any, mod: Any, context: Any) -> Any:
+    """Ensures infinities of 16 bits are made of float32 ones, whose names CUDA's compiler knows."""
+
+    def widen(number: Any) -> Any:
+        dtype = str(number.ty)
+        if dtype not in ("bfloat16", "float16") or math.isfinite(number.value):
+            return number
+        return tvm.tirx.Cast(dtype, tvm.tirx.FloatImm("float32", number.value))
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tvm.tirx.FloatImm, widen)))
 
 
 def uses_fragments(func: Any) -> bool:
