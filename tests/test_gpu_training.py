@@ -73,10 +73,14 @@ def test_gradients_that_are_added_where_indices_say(dtype: torch.dtype) -> None:
     tvmcap.verify(lib, seed=torch.seed() % 1000).require()
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
-def test_recurrent_cells(cell: Any) -> None:
-    module, x = cell(6, 8).cuda(), torch.randn(5, 6, device="cuda").requires_grad_()
-    lib = build(module, (x,), None)
+@pytest.mark.parametrize(
+    ("cell", "backward"), [(nn.LSTMCell, False), (nn.GRUCell, False), (nn.GRUCell, True)]
+)
+def test_recurrent_cells(cell: Any, backward: bool) -> None:
+    module, x = cell(6, 8).cuda(), torch.randn(5, 6, device="cuda").requires_grad_(backward)
+    module.requires_grad_(backward)
+    options = {"target": "cuda", "tune": "none", "verify": False, "backward": backward}
+    lib = tvmcap.build(module, (x,), **options)
     tvmcap.verify(lib, seed=torch.seed() % 1000).require()
 
 
