@@ -93,7 +93,13 @@ class TrainingExecutor:
         self.device = torch.device("cuda", device) if kind == "cuda" else torch.device("cpu")
         self.forward, self.backward = (
             GraphCall(
-                Executor(path, device=device, manifest=_of_entry(manifest, name, entry)),
+                # on a GPU autograd calls the backward entry from a thread of its own
+                Executor(
+                    path,
+                    device=device,
+                    manifest=_of_entry(manifest, name, entry),
+                    ready=name == "forward",
+                ),
                 entry,
                 self.device,
             )
@@ -131,6 +137,11 @@ class TrainingExecutor:
     def copies(self) -> int:
         """Inputs copied so far because they were not contiguous or not aligned."""
         return self.forward.executor.copies + self.backward.executor.copies
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that both entries hold for intermediates, in all threads."""
+        return self.forward.executor.arena_bytes + self.backward.executor.arena_bytes
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run the function; see ``call``."""
