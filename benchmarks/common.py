@@ -21,20 +21,24 @@ RESULTS = ROOT / "benchmarks" / "results"
 def meta(folders: tuple[str, ...] = COMPILER, **more: Any) -> dict[str, Any]:
     """Describe the machine, the software, the commit and the command of this run.
 
-    ``folders`` of the package hold what is measured; a change there makes the result stale.
+    ``folders`` of the package hold what is measured; a change there makes the result stale. What
+    only PyTorch knows is null on a host without it.
     """
-    import torch
+    try:
+        import torch
+    except ImportError:
+        torch = None
 
-    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    card = torch.cuda.get_device_name(0) if torch and torch.cuda.is_available() else None
     return {
         "card": card,
         "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads() if torch else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if card
         else None,
         "python": platform.python_version(),
-        "versions": {**versions(), "torch": torch.__version__},
+        "versions": {**versions(), "torch": torch.__version__ if torch else None},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "folders": list(folders),

@@ -13,7 +13,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tvmcap.kernel.search import Proposal, Session
 
 
 @dataclass(eq=False)
@@ -36,6 +39,37 @@ class Seat:
         if str(target) not in self._measurers:
             self._measurers[str(target)] = Measurer(target, workers=len(self.cores))
         return self._measurers[str(target)]
+
+    def search(
+        self,
+        session: Session,
+        count: int,
+        batch: int,
+        propose: Callable[[int], list[Proposal]] | None = None,
+        learns: bool = True,
+    ) -> None:
+        """Measure ``count`` candidates of a session, ``batch`` at a time, until it is late.
+
+        What ``propose`` gives, by default the session's own, is measured as ``tune`` does it: what
+        the session does beside compiling ends before anything is timed, and records are on disk
+        before the next batch. A session that ``learns`` is told how each batch went.
+        """
+        propose, measurer = propose or session.propose, self.measurer(session.target)
+        while count > 0 and not self.late:
+            proposals = propose(min(count, batch))
+            if not proposals:
+                break
+            candidates = [p.candidate for p in proposals]
+            measurer.build(candidates, [session.workload])
+            session.settle()
+            best = session.best()
+            limit_us = None if best is None else best.median_us
+            results = list(measurer.measure(session.workload, candidates, limit_us))
+            pairs = zip(proposals, results, strict=True)
+            session.stores.append([session.record(*pair) for pair in pairs])
+            if learns:
+                session.notify(proposals, results)
+            count -= len(proposals)
 
     def close(self) -> None:
         """End the processes of the measurers."""

@@ -13,6 +13,7 @@ next one is built; a run that is killed goes on where it was.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections import Counter
@@ -107,26 +108,11 @@ def work(job: Job, seat: core_sets.Seat) -> None:
             model.add(group.name, group.rows, group.times_us)
         model.fit()
     session = LoopNestSession(task, {}, target, stores, job.seed, None, model)
-    measurer, left = seat.measurer(target), job.count
-    while left > 0 and not seat.late:
-        asked = min(left, BATCH)
-        proposals = again(session, asked, job.seed) if job.kind == "again" else (
-            session.propose(asked)
-        )  # fmt: skip
-        session.settle()
-        if not proposals:
-            break
-        best = session.best()
-        limit_us = None if best is None else best.median_us
-        candidates = [p.candidate for p in proposals]
-        measured = list(measurer.measure(session.workload, candidates, limit_us))
-        stores.append([session.record(p, r) for p, r in zip(proposals, measured, strict=True)])
-        if job.kind == "evolved":
-            session.notify(proposals, measured)
-        left -= len(proposals)
+    propose = functools.partial(again, session, job.seed) if job.kind == "again" else None
+    seat.search(session, job.count, BATCH, propose, learns=job.kind == "evolved")
 
 
-def again(session: LoopNestSession, count: int, seed: int) -> list[Any]:
+def again(session: LoopNestSession, seed: int, count: int) -> list[Any]:
     """Return proposals of ``count`` candidates that ran, drawn from those measured once.
 
     They keep their features, for of two records of a candidate the later one counts.

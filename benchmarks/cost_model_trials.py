@@ -35,7 +35,7 @@ from tvmcap.kernel.loop_features import LOOP_NESTS
 from tvmcap.kernel.loop_recall import recall
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.records import RecordStore
-from tvmcap.kernel.search import Proposal, Session
+from tvmcap.kernel.search import Session
 from tvmcap.kernel.stores import Stores
 
 SEARCHED = (
@@ -96,20 +96,8 @@ def taught(records: Path, name: str, target: Any, seed: int) -> RankModel:
 def work(search: Search, seat: core_sets.Seat) -> None:
     """Search, batch by batch."""
     target, store = loop_tasks.target(search.cores), RecordStore(search.folder)
-    stores = Stores((store,), store)
-    session, measurer = session_of(search, target, stores), seat.measurer(target)
-    batch = BATCHES[search.method]
-    while (left := search.trials - len(store.records)) > 0 and not seat.late:
-        proposals: list[Proposal] = session.propose(min(left, batch))
-        session.settle()
-        if not proposals:
-            break
-        best = session.best()
-        limit_us = None if best is None else best.median_us
-        candidates = [p.candidate for p in proposals]
-        measured = list(measurer.measure(session.workload, candidates, limit_us))
-        stores.append([session.record(p, r) for p, r in zip(proposals, measured, strict=True)])
-        session.notify(proposals, measured)
+    session = session_of(search, target, Stores((store,), store))
+    seat.search(session, search.trials - len(store.records), BATCHES[search.method])
 
 
 def curve(store: RecordStore) -> list[float]:
@@ -161,9 +149,10 @@ def _first(times: Sequence[float], goal: float) -> int | None:
 
 def shown(logs: Path) -> str:
     """Count the trials of each method."""
-    counts = {m: 0 for m in METHODS}
-    for folder in logs.glob("*"):
-        counts[folder.name.split("-")[0]] += len(RecordStore(folder).records)
+    counts = {
+        method: sum(len(RecordStore(folder).records) for folder in logs.glob(f"{method}-*"))
+        for method in METHODS
+    }
     return ", ".join(f"{method} {count} trials" for method, count in counts.items())
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tvm.s_tir import meta_schedule as ms
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import common
 import core_sets
 import cost_model_llvm as collecting
 import cost_model_load as loading
@@ -22,6 +25,7 @@ import cost_model_tables as tables
 import cost_model_trials as trials
 import loop_tasks
 
+from tvmcap import versions
 from tvmcap.kernel import tasks
 from tvmcap.kernel.loop_features import FEATURES, LOOP_NESTS
 from tvmcap.kernel.records import RecordStore
@@ -106,11 +110,67 @@ def test_searches_start_alike_and_go_on(
             search = trials.Search(str(logs), str(tmp_path), 1, SMALL, method, 0, asked)
             trials.work(search, seat)
             assert len(RecordStore(search.folder).records) == asked
+    (tmp_path / "notes.txt").touch()
     first = RecordStore(search.folder).records
     assert len({r.candidate for r in first}) == 4 and all(r.trace for r in first)
     assert (
         trials.shown(tmp_path) == "ours 4 trials, stock 0 trials, eager 4 trials, product 0 trials"
     )
+
+
+class Told:
+    """A session, its measurer and its stores that note what they are told, in order."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.session = types.SimpleNamespace(
+            target="t",
+            workload="w",
+            stores=types.SimpleNamespace(append=self.append),
+            propose=lambda count: [types.SimpleNamespace(candidate=i) for i in range(count)],
+            settle=lambda: self.heard.append("settle"),
+            best=lambda: None,
+            record=lambda proposal, result: (proposal.candidate, result),
+            notify=lambda proposals, results: self.heard.append(f"notify {results}"),
+        )
+        self.measurer = types.SimpleNamespace(build=self.build, measure=self.measure)
+
+    def append(self, records: list[tuple[int, int]]) -> None:
+        self.heard.append(f"append {records}")
+
+    def build(self, candidates: list[int], workloads: list[str]) -> None:
+        self.heard.append(f"build {candidates}")
+
+    def measure(self, workload: str, candidates: list[int], limit_us: float | None) -> list[int]:
+        self.heard.append("measure")
+        return [10 * c for c in candidates]
+
+
+def test_a_batch_is_on_disk_before_the_next_and_settled_before_it_is_timed() -> None:
+    told = Told()
+    seat = core_sets.Seat([0], time.time() + 60, {"t": told.measurer})
+    seat.search(told.session, 3, 2)
+    assert told.heard == [
+        *("build [0, 1]", "settle", "measure", "append [(0, 0), (1, 10)]", "notify [0, 10]"),
+        *("build [0]", "settle", "measure", "append [(0, 0)]", "notify [0]"),
+    ]
+    told.heard.clear()
+    seat.search(told.session, 4, 2, lambda count: told.session.propose(1), learns=False)
+    assert told.heard == ["build [0]", "settle", "measure", "append [(0, 0)]"] * 4
+    told.heard.clear()
+    seat.search(told.session, 4, 2, lambda count: [])
+    core_sets.Seat([0], 0.0, {"t": told.measurer}).search(told.session, 4, 2)
+    assert told.heard == []
+
+
+def test_results_say_what_measured_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    common.write(tmp_path / "rows.json", [{"a": 1}], folders=("kernel",))
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found["rows"] == [{"a": 1}] and found["meta"]["versions"]["torch"] is None
+    assert found["meta"]["source"] == versions.source_hash(("kernel",))
 
 
 def test_the_model_of_a_search_knows_nothing_of_its_task(logs: Path) -> None:
