@@ -43,10 +43,9 @@ def gradients(module: nn.Module, call: Any, x: torch.Tensor, seed: int = 0) -> l
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_outputs_and_gradients_are_within_twice_eagers_error(case: str, trained: Any) -> None:
-    torch.manual_seed(0)  # on some of the few numbers here eager's own error is next to nothing
     fn, args, dynamic = CASES[case]()
     lib = trained[0] if case == "mlp" else build(fn, args, dynamic)
-    report = tvmcap.verify(lib, seed=0)
+    report = tvmcap.verify(lib, seed=torch.seed() % 1000)
     assert report.reference == "float64"
     assert len(report.checks) >= 2
     report.require()
