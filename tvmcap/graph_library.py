@@ -24,8 +24,8 @@ from tvmcap.kernel import registry
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower
 from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.graph_call import GraphCall
 from tvmcap.runtime.loader import configure_threads
-from tvmcap.runtime.training import GraphCall
 
 
 def compile_pair(pair: Pair, config: Config) -> tuple[GraphCall, GraphCall]:
