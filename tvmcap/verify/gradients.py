@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from tvmcap.base.errors import VerifyError
 from tvmcap.base.numerics import Comparison, compare, to_numpy
 from tvmcap.base.signature import flatten, unflatten
-from tvmcap.verify.check import NoReference, check_redrawn
+from tvmcap.verify.again import NoReference, check_redrawn
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.result import VerifyReport
 from tvmcap.verify.rounding import rounded
