@@ -53,6 +53,14 @@ def test_outputs_and_gradients_are_within_twice_eagers_error(case: str, trained:
     assert any(name.startswith("gradient of") for name in names)
 
 
+@pytest.mark.parametrize("case", ["block", "attention"])
+def test_gradients_in_16_bits_are_within_twice_eagers_error(case: str) -> None:
+    fn, args, dynamic = CASES[case]()
+    fn = fn.bfloat16() if isinstance(fn, nn.Module) else fn
+    args = tuple(a.detach().bfloat16().requires_grad_() for a in args)
+    tvmcap.verify(build(fn, args, dynamic), seed=torch.seed() % 1000).require()
+
+
 @pytest.mark.parametrize("batch", [1, 6, 130])
 def test_dropout_is_what_eager_draws_under_the_same_seed(trained: Any, batch: int) -> None:
     lib, module = trained
