@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import tvmcap
 from tests.training_cases import CASES, mlp
-from tvmcap.base.errors import CaptureError, ConfigError, InputError, MutationError
+from tvmcap.base.errors import CaptureError, ConfigError, InputError, LibraryError, MutationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -232,6 +232,9 @@ def test_inputs_that_require_grad_get_it_and_others_do_not() -> None:
     torch.testing.assert_close(w.grad, expected)
     with pytest.raises(InputError, match="'x' requires grad, but the library has no gradient"):
         lib(x.clone().requires_grad_(), w, index)
+    lib.close()
+    with pytest.raises(LibraryError, match="closed"):  # before it is seen that w is missing
+        lib(x)
 
 
 def test_gradients_of_a_sum_know_the_batch() -> None:

@@ -16,6 +16,28 @@ class FakeNode:
         self.kernel = Kernel((1,), tuple(p.to_bytes(8, "little") for p in places))
 
 
+class FakeRuntime:
+    """Stands in for libcudart: ``pending`` is its last error, which a call of ``failing`` sets."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.failing: set[str] = set()
+
+    def fail(self, *_: Any) -> int:
+        self.pending = 2  # cudaErrorMemoryAllocation
+        return self.pending
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.fail() if name in self.failing else 0
+
+    def cudaGetErrorString(self, status: int) -> bytes:
+        return b"out of memory"
+
+    def cudaGetLastError(self) -> int:
+        was, self.pending = self.pending, 0
+        return was
+
+
 class FakeCuda:
     """Stands in for ``cuda_graph.Cuda``; ``launched`` lists (graph, addresses, stream)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ def inputs(rows: int, count: int = 1) -> list[Any]:
 
     w, b = draw(1024, 4096) / 32, draw(4096)
     return [(draw(rows, 1024), w, b) for _ in range(count)]
+
+
+def keeps_memory(work: Callable[[], object]) -> bool:
+    """Whether ``work`` leaves as much memory free on the device as it found, once in many times.
+
+    The figure is that of the whole device, which other processes change too, now and then; what
+    loses memory loses some each time.
+    """
+    for _ in range(20):
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        work()
+        gc.collect()
+        torch.cuda.synchronize()
+        if torch.cuda.mem_get_info()[0] == before:
+            return True
+    return False
 
 
 def replayed(path: Path, **options: Any) -> Any:
@@ -174,34 +192,31 @@ def test_steady_calls_allocate_nothing(block: Path) -> None:
     lib = replayed(block)
     sets = {rows: inputs(rows)[0] for rows in (4, 16, 64)}
     outs = {m: torch.empty(m, 4096, dtype=torch.bfloat16, device="cuda") for m in sets}
-    for rows in (*sets, *sets, *sets):
-        lib(*sets[rows], out=outs[rows])
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-    for i in range(300):
-        rows = (4, 16, 64)[i % 3]
-        lib(*sets[rows], out=outs[rows])
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-    assert before == after
+
+    def calls(count: int = 100) -> None:
+        for rows in (4, 16, 64) * count:
+            lib(*sets[rows], out=outs[rows])
+
+    calls(3)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    assert keeps_memory(calls)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 def test_loading_and_closing_leaves_no_memory(mlp: Path) -> None:
     x = torch.randn(8, 256, device="cuda").bfloat16()
 
-    def cycle() -> int:
-        lib = replayed(mlp)
-        for _ in range(3):
-            lib(x)
-        lib.close()
-        with pytest.raises(tvmcap.errors.LibraryError, match="closed"):
-            lib(x)
-        gc.collect()
-        torch.cuda.synchronize()
-        return int(torch.cuda.mem_get_info()[0])
+    def cycles(count: int = 30) -> None:
+        for _ in range(count):
+            lib = replayed(mlp)
+            for _ in range(3):
+                lib(x)
+            lib.close()
+            with pytest.raises(tvmcap.errors.LibraryError, match="closed"):
+                lib(x)
 
-    first = [cycle() for _ in range(5)][-1]
-    assert [cycle() for _ in range(10)][-1] == first
+    cycles(5)
+    assert keeps_memory(cycles)
 
 
 def _child(lib: Any, results: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
+from tvmcap.capture.cells import cells
 from tvmcap.capture.gradients import gradients
 from tvmcap.capture.normalizations import normalizations
 from tvmcap.capture.pooling import pooling
@@ -55,7 +56,7 @@ def rms_norm(
 
 def missing_in_torch() -> dict[Any, Callable[..., Any]]:
     """List by operator what PyTorch's own table of decompositions lacks here, or does otherwise."""
-    found: dict[Any, Callable[..., Any]] = {torch.ops.aten.rms_norm.default: rms_norm}
+    found: dict[Any, Callable[..., Any]] = {torch.ops.aten.rms_norm.default: rms_norm, **cells()}
     operator = getattr(torch.ops.aten, "_fused_rms_norm", None)
     return found if operator is None else {**found, operator.default: fused_rms_norm}
 

@@ -123,10 +123,18 @@ def max_pool2d_with_indices(
             top, left = i * dilation[0], j * dilation[1]
             last = top + (rows - 1) * stride[0] + 1, left + (columns - 1) * stride[1] + 1
             views.append(padded[..., top : last[0] : stride[0], left : last[1] : stride[1]])
-            places.append((row + top) * width + column + left)
+            at = row + top, column + left
+            if any(edges):
+                at = _inside(at[0], dilation[0], height), _inside(at[1], dilation[1], width)
+            places.append(at[0] * width + at[1])
     value, which = torch.stack(views, -1).max(-1)
     where = torch.stack(places, -1).expand(*value.shape, len(places))
     return value, where.gather(-1, which.unsqueeze(-1)).squeeze(-1)
+
+
+def _inside(place: torch.Tensor, dilation: int, size: int) -> torch.Tensor:
+    """Take the window's first place inside for one before: where all are -inf, padding wins."""
+    return torch.where(place < 0, place.remainder(dilation), place).clamp(max=size - 1)
 
 
 def _pooled(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
@@ -136,10 +144,33 @@ def _pooled(size: int, kernel: int, stride: int, padding: int, dilation: int, ce
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
 
 
+def max_pool2d_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """Write ``aten.max_pool2d_with_indices_backward``: ``grad`` added where ``indices`` say.
+
+    An index counts the places of a plane; windows that overlap may share one, and are added up in
+    float32 where x has 16 bits. Versions of PyTorch have a decomposition or none.
+    """
+    planes = x.shape[:-2]
+    wide = grad.float() if x.dtype in (torch.float16, torch.bfloat16) else grad
+    start = wide.new_zeros((*planes, x.shape[-2] * x.shape[-1]))
+    added = start.scatter_add(-1, indices.reshape(*planes, -1), wide.reshape(*planes, -1))
+    return added.reshape(x.shape).to(x.dtype)
+
+
 def gradients() -> dict[Any, Callable[..., Any]]:
     """List them by operator."""
     return {
         _aten.convolution_backward.default: convolution_backward,
         _aten.max_pool2d_with_indices.default: max_pool2d_with_indices,
+        _aten.max_pool2d_with_indices_backward.default: max_pool2d_backward,
         _aten.embedding_dense_backward.default: embedding_backward,
     }

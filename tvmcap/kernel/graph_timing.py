@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
+from tvmcap.base import cudart
+
 # cudaStreamNonBlocking, cudaStreamCaptureModeRelaxed (driver_types.h)
 _NON_BLOCKING, _RELAXED = 1, 2
 _FEWEST_CALLS, _MOST_CALLS, _GRAPH_US = 4, 64, 300.0
@@ -32,12 +34,13 @@ class _Runtime:
     """The CUDA runtime that TVM's side library has brought into the process."""
 
     def __init__(self) -> None:
-        self._lib = ctypes.CDLL("libcudart.so.13")
+        self._lib = ctypes.CDLL(cudart.NAME)
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
 
     def __call__(self, name: str, *args: Any) -> None:
         status = getattr(self._lib, name)(*args)
         if status:
+            cudart.forget_error()
             text = self._lib.cudaGetErrorString(status).decode()
             raise CudaError(f"{name}: {text}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tvmcap.base import cudart
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import Manifest
 from tvmcap.base.signature import evaluate
@@ -82,6 +83,7 @@ class Arena:
         try:
             self.storages = tuple(self._make(ffi().Shape(sizes)))
         except Exception as e:
+            cudart.forget_error()
             self._capacity = (0,) * len(sizes)
             raise LibraryError(
                 f"no memory for intermediates: {sum(sizes)} bytes are needed for the sizes "

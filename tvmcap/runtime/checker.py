@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tvmcap.base import cudart
 from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.signature import Signature
 from tvmcap.runtime.binding import Plan, Shape, make_plan
@@ -109,7 +110,8 @@ def check_overlap(places: Sequence[int], plan: Plan) -> None:
 
 
 def failure(path: Path, device: Any, plan: Plan, error: Exception) -> Exception:
-    """Return the error for a call that TVM's runtime could not run."""
+    """Return the error for a call that TVM's runtime could not run; CUDA's own is forgotten."""
+    cudart.forget_error()
     if plan.zero:
         return InputError(
             f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: {error}"

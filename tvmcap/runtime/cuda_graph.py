@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
+from tvmcap.base import cudart
 from tvmcap.base.errors import LibraryError
 from tvmcap.runtime.loader import ffi
 from tvmcap.runtime.patches import TENSOR_MAP, Kernel, Slot
@@ -48,7 +49,7 @@ class Cuda:
 
     def __init__(self, device: Any) -> None:
         self.device = device
-        self._runtime = ctypes.CDLL("libcudart.so.13")
+        self._runtime = ctypes.CDLL(cudart.NAME)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
         self.launch_raw = self._runtime.cudaGraphLaunch
@@ -62,6 +63,7 @@ class Cuda:
     def check(self, status: int, what: str) -> None:
         """Raise LibraryError for a status of the CUDA runtime other than success."""
         if status:
+            cudart.forget_error()
             text = self._runtime.cudaGetErrorString(status).decode()
             raise LibraryError(f"{self.device}: {what} failed: {text}")
 
@@ -109,7 +111,7 @@ class Cuda:
             return graph
         if graph:
             self._runtime.cudaGraphDestroy(graph)
-        self._runtime.cudaGetLastError()  # forget it: the next call would report it again
+        cudart.forget_error()
         reason = error or self._runtime.cudaGetErrorString(status).decode()
         raise CaptureError(f"the call cannot be captured: {reason}")
 

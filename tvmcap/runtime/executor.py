@@ -211,6 +211,10 @@ class Executor:
         ):
             target.copy_(rows)
 
+    def check(self) -> None:
+        """Raise LibraryError where no call is possible any more."""
+        self._contexts.check()
+
     def bind(self, name: str, tensor: Any) -> None:
         """Keep a tensor for the runs of this thread; see ``Compiled.bind``."""
         self._threads.here.bound.bind(name, tensor)
@@ -267,7 +271,7 @@ class Executor:
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run one call and return the kernels it launched and the peak of intermediates' memory."""
-        self._contexts.check()
+        self.check()
         context = self._threads.here
         framework, values, _, plan = self._bind(args, kwargs)
         targets = framework.outputs(plan)[1]
@@ -291,7 +295,7 @@ class Executor:
 
     def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
         """Call ``before`` and ``after`` with the name of each kernel that this thread launches."""
-        self._contexts.check()
+        self.check()
         return watched(self._threads.here.arena.vm, before, after)
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:

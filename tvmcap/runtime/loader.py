@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tvmcap.base import cudart
 from tvmcap.base.codegen import find_cudart
 from tvmcap.base.errors import ConfigError, IncompatibleLibraryError, LibraryError, ToolchainError
 from tvmcap.base.manifest import Manifest
@@ -47,8 +48,7 @@ def load_cuda_runtime() -> None:
     """Bring TVM's CUDA side library into the process, after the libcudart that it needs."""
     ffi()  # brings libtvm_ffi.so and libtvm_runtime.so, which the side library links
     path = _tvm_folder() / "libtvm_runtime_cuda.so"
-    cudart = find_cudart()
-    for name in ("libcudart.so.13", str(cudart or "")):
+    for name in (cudart.NAME, str(find_cudart() or "")):
         with contextlib.suppress(OSError):
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
             break
@@ -232,7 +232,13 @@ def _to_device(dtype: str, shape: tuple[int, ...], data: memoryview, device: Any
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
-    """Return a new, compact ``tvm_ffi.Tensor``."""
-    return ffi().get_global_func("runtime.TVMTensorAllocWithScope")(
-        shape, ffi().dtype(dtype), device, None
-    )
+    """Return a new, compact ``tvm_ffi.Tensor``; LibraryError where the memory cannot be had."""
+    allocate = ffi().get_global_func("runtime.TVMTensorAllocWithScope")
+    try:
+        return allocate(shape, ffi().dtype(dtype), device, None)
+    except Exception as e:
+        cudart.forget_error()
+        raise LibraryError(
+            f"no memory on {device} for a tensor of {dtype}{list(shape)}: free some, or use "
+            f"smaller sizes; original: {e}"
+        ) from e

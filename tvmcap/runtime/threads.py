@@ -22,14 +22,16 @@ class Contexts:
         cuda = manifest.target["kind"] == "cuda"
         self._machine = CudaMachine(library, manifest) if cuda else None
         self._all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Threads] = weakref.WeakSet()
         self._graph_bytes: int | None = None
         self._refusal = ""
         if cuda:
             _on_gpu.add(self)
 
-    def new(self) -> CpuContext | CudaContext:
+    def new(self, user: Threads) -> CpuContext | CudaContext:
         """Return a context for the calling thread; LibraryError once the library is closed."""
         self.check()
+        self._users.add(user)
         context: CpuContext | CudaContext
         if self._machine is None:
             context = CpuContext(self._library, self._manifest)
@@ -63,8 +65,10 @@ class Contexts:
             raise LibraryError(self._refusal)
 
     def refuse(self, why: str) -> None:
-        """Let every later call raise LibraryError."""
+        """Let every later call raise LibraryError, in this thread before its arguments are seen."""
         self._refusal = self._refusal or why
+        for user in list(self._users):
+            user.leave()
         for context in list(self._all):
             context.run = self._refuse
 
@@ -80,24 +84,36 @@ class Contexts:
         self._machine = None
 
 
+class _Missing:
+    """What is found where a thread has no context: a new one, or the reason, as LibraryError."""
+
+    def __get__(self, threads: Threads, _: type) -> CpuContext | CudaContext:
+        threads.here = threads.contexts.new(threads)
+        return threads.here
+
+
 class Threads(threading.local):
     """``here`` is the context of the calling thread, made when it is first looked at.
 
-    With ``ready`` that of the thread that makes this object is made at once.
+    LibraryError once calls are refused. With ``ready`` that of the thread that makes this object is
+    made at once.
     """
 
-    here: CpuContext | CudaContext
+    here: CpuContext | CudaContext = _Missing()  # type: ignore[assignment]  # hidden by a thread's
 
     def __init__(self, contexts: Contexts, ready: bool = True) -> None:
-        self._contexts = contexts
+        self.contexts = contexts
         if ready:
-            self.here = contexts.new()
+            self.here = contexts.new(self)
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "here":
-            raise AttributeError(name)
-        self.here = self._contexts.new()
-        return self.here
+    def leave(self) -> None:
+        """Have no ``here`` in the calling thread any more.
+
+        The context is kept elsewhere: in a forked child nothing of CUDA can be freed.
+        """
+        own = vars(self)
+        if "here" in own:
+            own["last"] = own.pop("here")
 
 
 _on_gpu: weakref.WeakSet[Contexts] = weakref.WeakSet()

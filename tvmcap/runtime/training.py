@@ -103,10 +103,11 @@ class TrainingExecutor:
         """Run the function; gradients flow to what required one when it was built.
 
         Raises InputError for arguments that do not fit the signature, and for one that requires
-        grad though the library has no gradient for it.
+        grad though the library has no gradient for it; LibraryError where calls are refused.
         """
         if out is not None:
             raise InputError("out: a library with gradients returns new tensors; leave out= away")
+        self.forward.executor.check()
         inputs = self.inputs(args, kwargs)
         results = self.apply(inputs)
         state = dict(zip(self.training.state, inputs, strict=False))
