@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from tests.training_cases import CASES
 from tvmcap.base.config import Config
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import arguments, autograd, shapes
-from tvmcap.capture.partition import Pair, partition, peak_bytes
+from tvmcap.capture.partition import Pair, partition, peak_bytes, saved_bytes
 from tvmcap.capture.structure import describe
 from tvmcap.capture.training import TrainingCapture, capture_training
 
@@ -137,12 +139,44 @@ def test_below_it_activations_are_computed_again() -> None:
     assert len(nodes(pair.backward, "gelu")) == 3
 
 
-def test_less_budget_never_needs_more_memory() -> None:
-    traced = joint(deep(), torch.randn(64, 16, requires_grad=True))
-    budgets = (1.0, 0.95, 0.8, 0.5, 0.35, 0.0)
-    peaks = [peak_bytes(partition(traced.graph, 1, budget), 1) for budget in budgets]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[-1] < 0.8 * peaks[0]
+@pytest.mark.parametrize("case", ["deep", "attention", "convnet", "norm_mlp"])
+def test_less_budget_never_needs_or_saves_more_memory(case: str) -> None:
+    if case == "deep":
+        fn, args = deep(), (torch.randn(64, 16, requires_grad=True),)
+    else:
+        fn, args, _ = CASES[case]()
+    traced = joint(fn, *args)
+    count = traced.outputs + len(traced.updates)
+    budgets = (1.0, 0.95, 0.8, 0.5, 0.35, 0.3, 0.0)
+    pairs = [partition(traced.graph, count, budget) for budget in budgets]
+    for measured in (peak_bytes, saved_bytes):
+        found = [measured(pair, count) for pair in pairs]
+        assert found == sorted(found, reverse=True)
+        assert case != "deep" or found[-1] < 0.8 * found[0]
+
+
+def test_a_cut_that_needs_or_saves_more_than_one_of_more_budget_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # for each tenth of budget, what PyTorch's cut would need and save
+    needs = {1.0: (9, 9), 0.9: (7, 5), 0.8: (8, 4), 0.7: (6, 6), 0.6: (7, 3), 0.5: (5, 5)}
+    module: Any = sys.modules[partition.__module__]
+    monkeypatch.setattr(module, "_cut", lambda graph, outputs, budget: budget)
+    monkeypatch.setattr(module, "peak_bytes", lambda pair, outputs: needs.get(pair, (99, 99))[0])
+    monkeypatch.setattr(module, "saved_bytes", lambda pair, outputs: needs.get(pair, (99, 99))[1])
+    graph: Any = None
+    taken = [partition(graph, 1, budget) for budget in (1.0, 0.95, 0.9, 0.75, 0.7, 0.5, 0.0)]
+    assert taken == [1.0, 1.0, 0.9, 0.9, 0.9, 0.5, 0.5]
+
+
+def test_what_is_saved_is_counted_without_inputs_and_outputs() -> None:
+    _, pair = cut(deep(), torch.randn(8, 16, requires_grad=True))
+    assert saved_bytes(pair, 1) == 7 * 8 * 16 * 4
+    output = next(n for n in pair.forward.graph.nodes if n.op == "output")
+    _, *saved = output.args[0]
+    first = next(n for n in saved if n.op != "placeholder")
+    output.args = ((first, *saved),)
+    assert saved_bytes(pair, 1) == 6 * 8 * 16 * 4
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.55, 1.0])

@@ -118,9 +118,12 @@ def test_a_second_output_stays_a_kernel_of_its_own(small, tmp_path) -> None:
 
 def test_older_gpus_and_cpus_keep_tvms_own_space() -> None:
     func = product(64, 64, 64, target=GPU["sm_75"])
-    rules = tensor_core.space(func, GPU["sm_75"]).sch_rules
-    assert not any("TensorCore" in str(rule) for rule in rules)
-    assert tensor_core.space(func, codegen.make_target("llvm")) == "post-order-apply"
+    for target in (GPU["sm_75"], codegen.make_target("llvm")):
+        rules = [str(rule) for rule in tensor_core.space(func, target).sch_rules]
+        assert any("MultiLevelTiling" in rule for rule in rules)
+        assert not any("TensorCore" in rule or "WithIntrin" in rule for rule in rules)
+    eight_bits = product(64, 64, 64, "int8", target=GPU["sm_75"])
+    assert tensor_core.space(eight_bits, codegen.make_target("llvm")) == "post-order-apply"
 
 
 def test_other_kernels_are_searched_as_before(small, tmp_path) -> None:

@@ -24,8 +24,8 @@ _PRODUCTS = (
     _aten.baddbmm.default,
     _aten.convolution.default,
 )
-_STEP = 10
-"""Budgets tried for a lower one, as fractions of 1: a smaller budget never takes more memory."""
+_STEPS = 10
+"""Budgets that are tried, as fractions of 1."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,19 @@ def partition(graph: fx.GraphModule, outputs: int, memory_budget: float) -> Pair
 
     At ``memory_budget`` 1 every operand of a product of the backward graph is saved, and else
     what is cheap to compute again is not; below 1 less is saved than that takes, down to nothing
-    but the inputs at 0. Of the cuts for this budget and larger ones in steps of a tenth the one is
-    taken that needs the least memory, so that less budget never means more memory.
+    but the inputs at 0. The partitioner's own cuts for less budget may need more memory, as what
+    is computed again in one go lives at once, or save more. So of the cuts in steps of a tenth,
+    from 1 down to this budget, each is taken that needs less memory than the last one taken and
+    saves no more: less budget never means more of either.
     """
-    budgets = sorted({memory_budget, *(i / _STEP for i in range(_STEP + 1))}, reverse=True)
-    best, least = None, None
-    for budget in budgets:
-        if budget < memory_budget:
+    best, needed, saved = None, 0, 0
+    for step in range(_STEPS, -1, -1):
+        if step / _STEPS < memory_budget and best is not None:
             break
-        pair = _cut(graph, outputs, budget)
-        needed = peak_bytes(pair, outputs)
-        if least is None or needed < least:
-            best, least = pair, needed
+        pair = _cut(graph, outputs, step / _STEPS)
+        peak, kept = peak_bytes(pair, outputs), saved_bytes(pair, outputs)
+        if best is None or (peak < needed and kept <= saved):
+            best, needed, saved = pair, peak, kept
     assert best is not None
     return best
 
@@ -227,12 +228,23 @@ def peak_bytes(pair: Pair, outputs: int) -> int:
     What is saved lives through both; every other value until its last use. Elementwise values
     count, though most of them never reach memory.
     """
-    output = next(n for n in pair.forward.graph.nodes if n.op == "output")
-    saved = [n for n in dict.fromkeys(output.args[0][outputs:]) if isinstance(n, fx.Node)]
-    own = [n for n in saved if n.op != "placeholder"]
-    kept = sum(map(_bytes, own))
-    forward = _live(pair.forward, kept=output.args[0])
+    returned, saved = _returned(pair, outputs)
+    kept = sum(map(_bytes, saved))
+    forward = _live(pair.forward, kept=(*returned, *saved))
     return max(forward, kept + _live(pair.backward, kept=()))
+
+
+def saved_bytes(pair: Pair, outputs: int) -> int:
+    """Bytes that the forward graph keeps for the backward one, inputs and outputs apart."""
+    returned, saved = _returned(pair, outputs)
+    return sum(_bytes(node) for node in saved if node not in returned)
+
+
+def _returned(pair: Pair, outputs: int) -> tuple[list[Any], list[fx.Node]]:
+    """Part what the forward graph returns into its outputs and what it saves, inputs apart."""
+    results = next(n for n in pair.forward.graph.nodes if n.op == "output").args[0]
+    saved = [n for n in dict.fromkeys(results[outputs:]) if isinstance(n, fx.Node)]
+    return list(results[:outputs]), [n for n in saved if n.op != "placeholder"]
 
 
 def _live(graph: fx.GraphModule, kept: Iterable[Any]) -> int:
