@@ -1,4 +1,4 @@
-"""Threads: one context each, made at the first call of a thread, on code and weights of all."""
+"""Threads: one context each, made when a thread first needs it, on code and weights of all."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class Contexts:
             context.use_graphs(limit_bytes)
         self._graph_bytes = limit_bytes
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that the contexts hold for intermediates."""
+        return sum(context.arena.nbytes for context in list(self._all))
+
     def check(self) -> None:
         """Raise LibraryError where no call is possible any more."""
         if self._refusal:
@@ -76,10 +81,23 @@ class Contexts:
 
 
 class Threads(threading.local):
-    """``here`` is the context of the calling thread."""
+    """``here`` is the context of the calling thread, made when it is first looked at.
 
-    def __init__(self, contexts: Contexts) -> None:
-        self.here = contexts.new()
+    With ``ready`` that of the thread that makes this object is made at once.
+    """
+
+    here: CpuContext | CudaContext
+
+    def __init__(self, contexts: Contexts, ready: bool = True) -> None:
+        self._contexts = contexts
+        if ready:
+            self.here = contexts.new()
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "here":
+            raise AttributeError(name)
+        self.here = self._contexts.new()
+        return self.here
 
 
 _on_gpu: weakref.WeakSet[Contexts] = weakref.WeakSet()
