@@ -176,6 +176,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "cost_model_llvm_records": ("cost_model", cost.records),
     "cost_model_llvm_transfer": ("cost_model", cost.transfer("x86-64-v3", "this processor")),
     "cost_model_trials": ("cost_model_trials", cost.trials),
+    "search_overhead": ("search_overhead", cost.overhead),
 }
 """Name of a table to the result file it is made of and what makes it."""
 PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
