@@ -76,7 +76,7 @@ def schedule(func: tirx.PrimFunc, target: Any) -> Schedule | None:
 
 
 def scheduled(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
-    """Return the PrimFunc as ``schedule`` schedules it, with quick forms; None where it does not."""
+    """Return the PrimFunc as ``schedule`` does it, with quick forms; None where it does not."""
     sch = schedule(func, target)
     return None if sch is None else _quickened(sch.mod["main"])
 
