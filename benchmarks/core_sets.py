@@ -54,12 +54,15 @@ class Seat:
         the session does beside compiling ends before anything is timed, and records are on disk
         before the next batch. A session that ``learns`` is told how each batch went.
         """
-        propose, measurer = propose or session.propose, self.measurer(session.target)
+        ask, measurer = propose or session.propose, self.measurer(session.target)
         while count > 0 and not self.late:
-            proposals = propose(min(count, batch))
+            proposals = ask(min(count, batch))
             if not proposals:
                 break
             candidates = [p.candidate for p in proposals]
+            count -= len(proposals)
+            if propose is None and count > 0:
+                session.ahead(min(count, batch))
             measurer.build(candidates, [session.workload])
             session.settle()
             best = session.best()
@@ -69,7 +72,6 @@ class Seat:
             session.stores.append([session.record(*pair) for pair in pairs])
             if learns:
                 session.notify(proposals, results)
-            count -= len(proposals)
 
     def close(self) -> None:
         """End the processes of the measurers."""

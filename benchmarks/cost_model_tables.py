@@ -104,6 +104,19 @@ def ratios(row: Row, method: str = "ours") -> list[float]:
     return [stock / (own or asked + 1) for stock, own, asked in zip(*columns, strict=True) if asked]
 
 
+def overhead(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """One line a task: the time of a tuning run, and what of it the search took."""
+    head = ["task", "trials", "processes that compile", "seconds"]
+    head += ["neither compiling nor measuring, s", "share", "processor time of the search, s"]
+    return head, [
+        [
+            *(row["task"], str(row["trials"]), str(row["workers"]), f"{row['seconds']:.1f}"),
+            *(f"{row['overhead_s']:.1f}", f"{row['share']:.1%}", f"{row['search_cpu_s']:.1f}"),
+        ]
+        for row in rows
+    ]
+
+
 def _reached(row: Row, method: str) -> str:
     pairs = zip(row["reached"][method], row["asked"][method], strict=True)
     found = [str(own or f">{asked}") for own, asked in pairs if asked]

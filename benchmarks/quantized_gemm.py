@@ -99,7 +99,7 @@ def write(mod: Any, path: Path, logs: str | None) -> Any:
     config = make_config(None, target="cuda:sm_90a", log_dir=logs)
     stores = open_stores(config, target)
     back = pipeline.back(
-        target, lambda task: stores.best_by_size(task.key, target), trace, Chooser(stores, target)
+        target, lambda task: stores.timed(task.key, target), trace, Chooser(stores, target)
     )
     planned = pipeline.run(mod, back, target, config, trace)
     bare, frozen = weights.lift(planned, limit=0)

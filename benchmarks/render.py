@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/ from benchmarks/results/*.json.
+"""Write the tables of README.md and docs/, and figures, from benchmarks/results/*.json.
 
     python benchmarks/render.py            rewrites the documents
     python benchmarks/render.py --check    changes nothing; exit status 1 where one is out of date
@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cost_model_tables as cost
 import gemm_tables as gemm
+import plots
 import quantize_tables
 import runtime_tables as runtime
 import serving_tables
@@ -164,6 +165,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "quantize_cpu": ("quantize_cpu", lambda rows: quantize_tables.cpu_table(_us)(rows)),
     "serving": ("serving", serving_tables.table),
     "training": ("training", lambda rows: training.layers(_us)(rows)),
+    "training_memory": ("training_memory", training.planned),
     "training_budget": ("training", lambda rows: training.budgets(_us)(rows)),
     "gemm_traffic": ("gemm_traffic", gemm.traffic_table),
     "cost_model_cuda": ("cost_model", cost.orders),
@@ -174,6 +176,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Table]]] = {
     "cost_model_llvm_records": ("cost_model", cost.records),
     "cost_model_llvm_transfer": ("cost_model", cost.transfer("x86-64-v3", "this processor")),
     "cost_model_trials": ("cost_model_trials", cost.trials),
+    "search_overhead": ("search_overhead", cost.overhead),
 }
 """Name of a table to the result file it is made of and what makes it."""
 PARTS: dict[str, Callable[[Row], tuple[Row, list[Row]]]] = {
@@ -298,6 +301,11 @@ def main() -> int:
             old.append(path)
             if not options.check:
                 path.write_text(new)
+    if not options.documents:
+        for name in plots.outdated(ROOT / "docs", options.results):
+            old.append(ROOT / "docs" / name)
+            if not options.check:
+                plots.draw(name, ROOT / "docs", options.results)
     done = "out of date; run python benchmarks/render.py" if options.check else "rendered"
     for path in old:
         print(f"{path}: {done}")

@@ -1,18 +1,21 @@
 """A layer forward and backward on a GPU, over the time of its three bare matrix products.
 
     python benchmarks/training.py build FOLDER [--logs DIR] [--static]
+    python benchmarks/training.py plan FOLDER --json OUT
     python benchmarks/training.py tune FOLDER --logs DIR [--trials N]
-    python benchmarks/training.py run FOLDER --json OUT
+    python benchmarks/training.py run FOLDER --json OUT [--only layer | budget]
 
 ``y = gelu_tanh(x @ w.T + b)`` in bf16 and its gradients by x, w and b for a dense random gradient
-of y; and an MLP of eight layers at two memory budgets. ``build`` needs nvcc and no GPU; ``tune``
-and ``run`` need the GPU. Times are those of CUDA-graph replays over rotating inputs, interleaved
-with the baselines: the three products alone, eager, torch.compile.
+of y; and an MLP of eight layers over memory budgets (``training_memory.py``). ``build`` needs nvcc
+and no GPU, ``plan`` what that built; ``tune`` and ``run`` need the GPU. Times are those of
+CUDA-graph replays over rotating inputs, interleaved with the baselines: the three products alone,
+eager, torch.compile.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -21,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
+import training_memory
 from common import timed, write
-from torch import nn
 from torch.nn import functional as F
 
 import tvmcap
@@ -30,20 +33,11 @@ from tvmcap.base.numerics import compare
 from tvmcap.base.timing import measure, rotated
 
 SHAPES = ((2048, 1024, 4096), (8192, 4096, 4096))
-LAYERS, WIDTH, ROWS = 8, 4096, 4096
-BUDGETS = (1.0, 0.5)
 
 
 def block(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The layer."""
     return F.gelu(F.linear(x, w, b), approximate="tanh")
-
-
-def deep() -> nn.Module:
-    """The MLP of eight layers, in bf16."""
-    torch.manual_seed(0)
-    parts = [m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU("tanh"))]
-    return nn.Sequential(*parts).bfloat16()
 
 
 def tensors(m: int, k: int, n: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -62,22 +56,23 @@ def library(folder: Path, m: int, k: int, n: int, static: bool) -> Path:
 def build(options: argparse.Namespace) -> None:
     """Cross-compile every library that is not there yet."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    common = {"target": "cuda:sm_90a", "backward": True, "verify": False, "log_dir": options.logs}
+    common = {"target": "cuda:sm_90a", "verify": False, "log_dir": options.logs}
     for m, k, n in SHAPES:
         path = library(options.folder, m, k, n, options.static)
         if not path.exists():
             x, w, b, _ = tensors(256 if not options.static else m, k, n)
             dynamic = None if options.static else {"x": {0: "B"}}
-            lib = tvmcap.build(block, (x, w, b), dynamic=dynamic, **common)
+            lib = tvmcap.build(block, (x, w, b), dynamic=dynamic, backward=True, **common)
             lib.export(path)
             print(path, lib.explain(), flush=True)
-    for budget in BUDGETS:
-        path = options.folder / f"deep-{budget:g}.so"
-        if not path.exists():
-            x = torch.zeros(ROWS, WIDTH).bfloat16().requires_grad_()
-            lib = tvmcap.build(deep(), (x,), memory_budget=budget, **common)
-            lib.export(path)
-            print(path, lib.explain(), flush=True)
+    training_memory.build(options.folder, **common)
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Write what the libraries of the memory budgets say of themselves."""
+    rows = training_memory.planned(options.folder)
+    print(json.dumps(rows, indent=1))
+    write(options.json, rows, dtype="bfloat16")
 
 
 def tune(options: argparse.Namespace) -> None:
@@ -168,80 +163,25 @@ def checked(steps: dict[str, Step], values: tuple[torch.Tensor, ...]) -> dict[st
     }
 
 
-def deep_row(options: argparse.Namespace, budget: float) -> dict[str, Any]:
-    """Time the deep MLP at a budget, and count what it saves beside what eager saves."""
-    module = deep().cuda()
-    lib = tvmcap.load(options.folder / f"deep-{budget:g}.so")
-    lib.executor.use_module(module)
-    x = torch.randn(ROWS, WIDTH, device="cuda").bfloat16().requires_grad_()
-    dy = torch.randn_like(x)
-    wanted = [x, *module.parameters()]
-    state = lib.executor.state()
-
-    def ours(x: torch.Tensor, dy: torch.Tensor) -> Any:
-        _, saved = lib.executor.split(lib.executor.forward(*state, x.detach()))
-        return lib.executor.backward(*saved, dy)
-
-    def eager(x: torch.Tensor, dy: torch.Tensor) -> Any:
-        return torch.autograd.grad(module(x), wanted, dy)
-
-    calls = {"ours": ours, "eager": eager}
-    if not options.no_compile:
-        fast = torch.compile(module)
-        calls["torch_compile"] = lambda x, dy: torch.autograd.grad(fast(x), wanted, dy)
-    for call in calls.values():
-        call(x, dy)
-    times = measure(calls, [(x, dy)], device="cuda", budget_s=options.budget, graph=True)
-    mine = times.pop("ours")
-    own = [s for s in lib.manifest.training.saved if s.source == "own"]
-    score = lib.manifest.score or {}
-    return {
-        "kind": "budget",
-        "case": f"{LAYERS} layers of {WIDTH}, {ROWS} rows",
-        "memory_budget": budget,
-        "saved_bytes": sum(2 * s.shape[0] * s.shape[1] for s in own),
-        "eager_saved_bytes": eager_saved(module, x),
-        "peak_bytes_planned": score.get("peak_bytes_planned"),
-        "ours_us": timed(mine),
-        "baselines_us": {name: timed(t) for name, t in times.items()},
-        "speedup_vs_best": min(t.median for t in times.values()) / mine.median,
-    }
-
-
-def eager_saved(module: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that eager keeps for backward, parameters and the input apart."""
-    known = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in known:
-            kept[place] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        result = module(x)
-    del result
-    return sum(kept.values())
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure every row and write them; one that fails says why."""
     rows: list[dict[str, Any]] = []
-    jobs: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = []
+    jobs: list[tuple[dict[str, Any], Callable[[], list[dict[str, Any]]]]] = []
     for m, k, n in SHAPES:
         names = {"kind": "layer", "M": m, "K": k, "N": n}
-        jobs.append((names, lambda m=m, k=k, n=n: layer_row(options, m, k, n)))
-    for budget in BUDGETS:
-        names = {"kind": "budget", "memory_budget": budget}
-        jobs.append((names, lambda budget=budget: deep_row(options, budget)))
+        jobs.append((names, lambda m=m, k=k, n=n: [layer_row(options, m, k, n)]))
+    budgets = functools.partial(training_memory.measured, options.folder, options.budget)
+    jobs.append(({"kind": "budget"}, lambda: budgets(not options.no_compile)))
     for names, job in jobs:
+        if options.only and names["kind"] != options.only:
+            continue
         try:
-            row = job()
+            found = job()
         except Exception as e:
-            row = {**names, "failed": (str(e).splitlines() or [type(e).__name__])[0][:300]}
-        rows.append(row)
-        shown = {k: v for k, v in row.items() if k not in ("ours_us", "baselines_us")}
+            found = [{**names, "failed": (str(e).splitlines() or [type(e).__name__])[0][:300]}]
+        rows += found
+        hidden = ("ours_us", "baselines_us")
+        shown = [{k: v for k, v in row.items() if k not in hidden} for row in found]
         print(json.dumps(shown, indent=1), flush=True)
         write(options.json, rows, dtype="bfloat16")
 
@@ -251,16 +191,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("verb", choices=("build", "tune", "run"))
+    parser.add_argument("verb", choices=("build", "plan", "tune", "run"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--logs", help="folder of tuning records that come first")
     parser.add_argument("--trials", type=int, default=256)
     parser.add_argument("--static", action="store_true", help="a library a shape, for that size")
     parser.add_argument("--json", type=Path, default=Path("training.json"))
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of measuring a row")
+    parser.add_argument("--only", choices=("layer", "budget"), help="rows of this kind alone")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
-    {"build": build, "tune": tune, "run": run}[options.verb](options)
+    {"build": build, "plan": plan, "tune": tune, "run": run}[options.verb](options)
     return 0
 
 

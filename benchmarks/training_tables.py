@@ -37,25 +37,61 @@ def layers(us: Callable[[Any], str]) -> Callable[[Sequence[Row]], Table]:
     return make
 
 
+def planned(rows: Sequence[Row]) -> Table:
+    """One line a library: its budgets, and what it says of its memory."""
+    head = ["model", "memory_budget", "saved", "of eager's", "planned peak", "kernels"]
+    body = []
+    for of in _by_library(rows):
+        r = of[0]
+        end = [_mib(r["peak_bytes_planned"]), str(r["kernels"])]
+        body.append([r["case"], _range(of), *_saved(r), *end])
+    return head, body
+
+
 def budgets(us: Callable[[Any], str]) -> Callable[[Sequence[Row]], Table]:
-    """One line a memory budget: what is saved, beside eager, and the time of a step."""
+    """One line a library: its budgets, what is saved, beside eager, and the time of a step."""
 
     def make(rows: Sequence[Row]) -> Table:
-        head = ["model", "memory_budget", "saved", "of eager's", "planned peak", "tvmcap, us"]
-        head += ["eager, us", "torch.compile, us"]
-        body = []
-        for r in (r for r in rows if r["kind"] == "budget"):
-            if "failed" in r:
-                why = f"failed: {_plain(r['failed'])}"
-                body.append([why, f"{r['memory_budget']:g}", *[""] * (len(head) - 2)])
-                continue
-            ratio = f"{r['saved_bytes'] / r['eager_saved_bytes']:.2f}x"
+        head = ["model", "memory_budget", "saved", "of eager's", "planned peak", "measured peak"]
+        head += ["eager's peak", "tvmcap, us", "over budget 1", "eager, us", "torch.compile, us"]
+        head += ["right"]
+        found = [r for r in rows if r["kind"] == "budget"]
+        body = [
+            [f"failed: {_plain(r['failed'])}", *[""] * (len(head) - 1)]
+            for r in found
+            if "failed" in r
+        ]
+        for of in _by_library([r for r in found if "failed" not in r]):
+            r = of[0]
             times = [us(r["baselines_us"].get(name)) for name in ("eager", "torch_compile")]
-            saved = [_mib(r["saved_bytes"]), ratio, _mib(r["peak_bytes_planned"])]
-            body.append([r["case"], f"{r['memory_budget']:g}", *saved, us(r["ours_us"]), *times])
+            peaks = [_mib(r[name]) for name in _PEAKS]
+            own = [us(r["ours_us"]), _x(r["over_budget_1"])]
+            right = "yes" if r["right"] else "**no**"
+            body.append([r["case"], _range(of), *_saved(r), *peaks, *own, *times, right])
         return head, body
 
     return make
+
+
+_PEAKS = ("peak_bytes_planned", "peak_bytes", "eager_peak_bytes")
+
+
+def _by_library(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group rows by library, in order; those of one are equal but for the budget."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["library"], []).append(row)
+    return list(found.values())
+
+
+def _range(rows: Sequence[Row]) -> str:
+    """Name the budgets of rows, which are next to each other."""
+    first, last = rows[0]["memory_budget"], rows[-1]["memory_budget"]
+    return f"{first:g}" if len(rows) == 1 else f"{first:g} to {last:g}"
+
+
+def _saved(row: Row) -> list[str]:
+    return [_mib(row["saved_bytes"]), _x(row["saved_bytes"] / row["eager_saved_bytes"])]
 
 
 def _plain(text: str) -> str:

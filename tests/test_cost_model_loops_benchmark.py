@@ -24,6 +24,7 @@ import cost_model_load as loading
 import cost_model_tables as tables
 import cost_model_trials as trials
 import loop_tasks
+import search_overhead
 
 from tvmcap import versions
 from tvmcap.kernel import tasks
@@ -128,6 +129,7 @@ class Told:
             workload="w",
             stores=types.SimpleNamespace(append=self.append),
             propose=lambda count: [types.SimpleNamespace(candidate=i) for i in range(count)],
+            ahead=lambda count: self.heard.append(f"ahead {count}"),
             settle=lambda: self.heard.append("settle"),
             best=lambda: None,
             record=lambda proposal, result: (proposal.candidate, result),
@@ -151,7 +153,8 @@ def test_a_batch_is_on_disk_before_the_next_and_settled_before_it_is_timed() -> 
     seat = core_sets.Seat([0], time.time() + 60, {"t": told.measurer})
     seat.search(told.session, 3, 2)
     assert told.heard == [
-        *("build [0, 1]", "settle", "measure", "append [(0, 0), (1, 10)]", "notify [0, 10]"),
+        *("ahead 1", "build [0, 1]", "settle", "measure", "append [(0, 0), (1, 10)]"),
+        "notify [0, 10]",
         *("build [0]", "settle", "measure", "append [(0, 0)]", "notify [0]"),
     ]
     told.heard.clear()
@@ -195,6 +198,16 @@ def test_trials_to_the_latency_of_another(logs: Path, tmp_path: Path) -> None:
     head, body = tables.trials([row])
     assert body == [[SMALL, row["machine"], "4 to 4", "4", ">4", "2", "2.0x (2.0x to 2.0x)", "-"]]
     assert len(head) == len(body[0]) and row["machine"].endswith(", 1 cores")
+
+
+def test_the_search_of_a_run_has_its_time_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    row = search_overhead.measure(SMALL, 4, 1)
+    assert row["trials"] == 4 and row["best_us"] > 0 and not row["failures"]
+    assert 0 < row["overhead_s"] < row["seconds"] and row["search_cpu_s"] > 0
+    assert row["share"] == pytest.approx(row["overhead_s"] / row["seconds"], abs=0.01)
+    head, (cells,) = tables.overhead([row])
+    assert len(head) == len(cells) and cells[:3] == [SMALL, "4", "1"] and cells[5].endswith("%")
 
 
 def test_records_of_one_processor_are_compared(logs: Path, tmp_path: Path) -> None:

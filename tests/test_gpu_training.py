@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from torch.nn import functional as F
 
 import tvmcap
 from tests.training_cases import CASES, mlp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import training_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -124,3 +129,20 @@ def test_a_step_can_be_captured_in_a_cuda_graph() -> None:
     torch.cuda.synchronize()
     for ours, again in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, again)
+
+
+def test_memory_over_budgets_is_what_was_planned(tmp_path: Path) -> None:
+    shape = (3, 512, 1024)
+    options: dict[str, Any] = {"target": "cuda", "tune": "none", "verify": False}
+    training_memory.build(tmp_path, shape, **options)
+    rows = training_memory.measured(tmp_path, 0.2, False, shape)
+    assert all(row["right"] for row in rows)
+    activation = 2 * 512 * 1024
+    for row in rows:
+        # torch's allocator rounds each tensor up
+        assert abs(row["peak_bytes"] - row["peak_bytes_planned"]) < activation
+        assert row["arena_bytes"] == row["arena_bytes_planned"]
+    for name in ("peak_bytes", "saved_bytes"):
+        found = [row[name] for row in rows]
+        assert found == sorted(found, reverse=True)
+    assert rows[0]["eager_saved_bytes"] == rows[0]["saved_bytes"] == 5 * activation

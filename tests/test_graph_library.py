@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
+import tvmcap
 from tvmcap.base.config import Config
 from tvmcap.capture.decompositions import for_training
 from tvmcap.capture.partition import Pair, partition
@@ -70,3 +71,24 @@ def test_inputs_come_back_as_they_are_and_the_cache_serves_the_graph_again() -> 
     again = compile_graph(pair.forward, CONFIG)
     assert again.executor.path == forward.executor.path
     assert traced.grads == (0,)
+
+
+def test_the_library_of_a_graph_says_what_it_holds_as_that_of_a_function_does() -> None:
+    from tests.capture.test_autograd import cut
+
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    _, pair = cut(module, torch.randn(5, 8))
+    own = compile_graph(pair.forward, CONFIG).executor.manifest
+    args = (torch.randn(5, 8),)
+    whole = tvmcap.build(module, args, backward=True, target="llvm", tune="none", verify=False)
+    assert own.training is None and own.kernels is not None and own.arena is not None
+    assert whole.manifest.kernels is None and set(whole.manifest.training.kernels) == {
+        "forward",
+        "backward",
+    }
+    rows = whole.manifest.training.kernels["forward"]["kernels"]
+    assert len(own.kernels["kernels"]) == own.kernels_per_call == len(rows)
+    assert own.arena == whole.manifest.training.forward.arena
+    assert own.peak_bytes <= whole.manifest.peak_bytes
+    named = {task["task"] for task in own.coverage}
+    assert named == {row["name"] for row in own.kernels["kernels"]}

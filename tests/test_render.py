@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
 render = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(render)
+plots = render.plots
 
 TEXT = "before\n<!-- table:walk -->\nold\n<!-- end -->\nafter\n"
 
@@ -157,3 +158,30 @@ def test_the_documents_name_tables_that_exist():
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     named = [m[1] for d in documents for m in render.MARKED.findall(d.read_text())]
     assert named and set(named) <= set(render.TABLES)
+
+
+def budget_row(budget, **more):
+    bytes_of = {"saved_bytes": 1 << 20, "eager_saved_bytes": 2 << 20, "peak_bytes_planned": 3 << 20}
+    return {"kind": "budget", "case": "8 layers", "memory_budget": budget, **bytes_of, **more}
+
+
+def test_a_figure_is_out_of_date_when_its_rows_change(tmp_path):
+    pytest.importorskip("matplotlib")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    assert plots.outdated(docs, tmp_path) == [], "nothing was measured"
+    results(tmp_path, training_memory=[budget_row(1.0), budget_row(0.9)])
+    assert plots.outdated(docs, tmp_path) == ["training_memory.svg"]
+    plots.draw("training_memory.svg", docs, tmp_path)
+    assert plots.outdated(docs, tmp_path) == []
+    text = (docs / "training_memory.svg").read_text()
+    assert "peak, planned" in text and "measured" not in text
+    measured = budget_row(1.0, peak_bytes=4 << 20, eager_peak_bytes=5 << 20)
+    results(tmp_path, training=[{"kind": "layer"}, measured, {"kind": "budget", "failed": "x"}])
+    assert plots.outdated(docs, tmp_path) == ["training_memory.svg"]
+    plots.draw("training_memory.svg", docs, tmp_path)
+    assert "peak, measured" in (docs / "training_memory.svg").read_text()
+
+
+def test_the_figures_of_the_documents_are_up_to_date():
+    assert plots.outdated(ROOT / "docs", ROOT / "benchmarks" / "results") == []

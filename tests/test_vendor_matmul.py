@@ -61,7 +61,6 @@ def test_models_with_frozen_transposed_and_batched_operands(dtype: torch.dtype) 
             y = self.second(torch.relu(self.first(x)))
             return torch.softmax(y @ y.mT, -1)
 
-    torch.manual_seed(0)
     net = Net().to(dtype).eval()
     lib = build(net, (torch.randn(2, 5, 8).to(dtype),), dynamic={"x": {1: "T"}})
     assert lib.manifest.verified

@@ -17,20 +17,19 @@ from tvmcap import cache, chain, pipeline, training, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, make_config
 from tvmcap.base.errors import CaptureError, DamagedLibraryError, IncompatibleLibraryError
-from tvmcap.base.manifest import Manifest, read_manifest
+from tvmcap.base.manifest import read_manifest
 from tvmcap.capture.export import capture, fingerprint
 from tvmcap.capture.training import capture_training
 from tvmcap.compiled import Compiled
-from tvmcap.kernel import apply, models, registry
+from tvmcap.kernel import models, registry
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import arena, export, lower, weights
+from tvmcap.library import export, lower, weights
 from tvmcap.quantized import quantizer
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.runtime.opening import open_library
 from tvmcap.scoreboard import counted
 from tvmcap.verify.check import example_leaves, verify
 from tvmcap.verify.inputs import example_sizes
-from tvmcap.view import kernels
 from tvmcap.view.explain import tuning_notice
 
 logger = logging.getLogger("tvmcap")
@@ -128,20 +127,15 @@ def _make(
     planned = chain.planned(captured.mod, config, target, stores, trace, quantize)
     bare, large = weights.lift(planned)
     executable = trace.timed("lower", lambda: lower.lower(bare, target))
-    manifest = Manifest(
-        versions=versions.versions(),
-        target=codegen.describe(target),
-        signature=captured.signature,
-        coverage=tuple(s.to_json() for s in trace.coverage if pipeline.calls(planned, s.task)),
+    manifest = chain.manifest(
+        [planned],
+        captured.signature,
+        config,
+        target,
+        trace,
+        key,
+        start,
         frozen=captured.frozen,
-        kernels=kernels.table(planned, captured.signature),
-        kernels_per_call=pipeline.count_kernels(planned),
-        build_s=time.perf_counter() - start,
-        config=config.to_json(),
-        key=key,
-        peak_bytes=pipeline.peak_bytes(planned),
-        arena=arena.sizes(planned),
-        needs=apply.needs(trace.coverage),
         quantization=None if quantize is None else quantize.to_json(),
     )
     sizes = example_sizes(manifest.signature, example_leaves(captured))

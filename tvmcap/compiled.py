@@ -206,6 +206,8 @@ class Compiled:
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
         """Run on ``args`` and measure every kernel: its time, its bytes, its share of the roofline.
 
+        Of a library with gradients those of the forward and of the backward entry.
+
         On a CPU by timers around each kernel, on a GPU by CUPTI through torch's profiler.
         ``print(lib.profile(x))`` shows a table; ``.write_trace("trace.json")`` writes a trace for
         Chrome or Perfetto.

@@ -27,7 +27,7 @@ from tvmcap.capture.operators import operator_name
 from tvmcap.capture.random import axes_in_memory, draw_first
 from tvmcap.graph_library import compile_graph
 from tvmcap.pipeline import check_disable
-from tvmcap.runtime.training import GraphCall
+from tvmcap.runtime.graph_call import GraphCall
 
 logger = logging.getLogger("tvmcap")
 

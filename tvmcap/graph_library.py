@@ -17,17 +17,15 @@ from torch import fx
 from tvmcap import cache, chain, pipeline, versions
 from tvmcap.base import codegen
 from tvmcap.base.config import Config, Dim
-from tvmcap.base.manifest import Manifest
 from tvmcap.build import stamp
 from tvmcap.capture import custom, graphs
 from tvmcap.capture.partition import Pair
-from tvmcap.kernel import apply, registry
+from tvmcap.kernel import registry
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import arena, export, lower
+from tvmcap.library import export, lower
 from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.graph_call import GraphCall
 from tvmcap.runtime.loader import configure_threads
-from tvmcap.runtime.training import GraphCall
-from tvmcap.view import kernels
 
 
 def compile_pair(pair: Pair, config: Config) -> tuple[GraphCall, GraphCall]:
@@ -81,20 +79,7 @@ def compile_graph(
         stores = open_stores(config, target)
         planned = chain.planned(mod, config, target, stores, trace)
         executable = lower.lower(planned, target)
-        manifest = Manifest(
-            versions=versions.versions(),
-            target=codegen.describe(target),
-            signature=entry.signature,
-            coverage=tuple(s.to_json() for s in trace.coverage),
-            kernels=kernels.table(planned, entry.signature),
-            kernels_per_call=pipeline.count_kernels(planned),
-            build_s=time.perf_counter() - start,
-            config=config.to_json(),
-            key=key,
-            peak_bytes=pipeline.peak_bytes(planned),
-            arena=arena.sizes(planned),
-            needs=apply.needs(trace.coverage),
-        )
+        manifest = chain.manifest([planned], entry.signature, config, target, trace, key, start)
         export.write(executable, path, manifest, None)
 
     path = cache.store(key, make, config.cache_dir)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvmcap.base.errors import ConfigError, LibraryError
+from tvmcap.base.score import KernelScore
 from tvmcap.base.timing import summarize
 from tvmcap.scoreboard import kernel_table
 from tvmcap.view.timeline import Profile, Span, summary
@@ -26,12 +27,11 @@ def profile(compiled: Any, args: Any, kwargs: Any, calls: int) -> Profile:
     executor = compiled.executor
     kind = compiled.manifest.target["kind"]
     sizes = executor.sizes(*args, **kwargs)
-    table = kernel_table(compiled)
-    of_call = served_by(compiled.manifest.coverage)
-    known = count(table, compiled.signature, sizes, of_call).kernels if table else []
+    known = _known(compiled, sizes)
+    run = executor if compiled.manifest.training is None else executor.step
 
     def call() -> None:
-        executor(*args, **kwargs)
+        run(*args, **kwargs)
 
     for _ in range(_WARM_UP):
         call()
@@ -45,6 +45,17 @@ def profile(compiled: Any, args: Any, kwargs: Any, calls: int) -> Profile:
         calls_us=summarize(whole),
         spans=tuple(spans),
     )
+
+
+def _known(compiled: Any, sizes: Mapping[str, int]) -> Sequence[KernelScore]:
+    """List the kernels of a call and what they move, of both entries where there are two."""
+    if compiled.manifest.training is not None:
+        from tvmcap.training_score import counted
+
+        return counted(compiled.manifest, dict(sizes)).per_kernel
+    table = kernel_table(compiled)
+    of_call = served_by(compiled.manifest.coverage)
+    return count(table, compiled.signature, sizes, of_call).kernels if table else []
 
 
 def _on_cpu(executor: Any, call: Callable[[], None], calls: int) -> tuple[list[Span], list[float]]:

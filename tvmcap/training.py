@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tvmcap import chain, pipeline, training_score, versions
-from tvmcap.base import codegen
+from tvmcap import chain, pipeline, training_score
 from tvmcap.base.config import Config
-from tvmcap.base.manifest import Manifest
 from tvmcap.capture.training import TrainingCapture
 from tvmcap.graph import rename
-from tvmcap.kernel import apply
 from tvmcap.library import arena, export, lower
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.verify.check import example_leaves
@@ -52,29 +48,11 @@ def make(
         backward=replace(found.backward, arena=arena.sizes(planned["backward"])),
         kernels=tables,
     )
-    manifest = Manifest(
-        versions=versions.versions(),
-        target=codegen.describe(target),
-        signature=captured.signature,
-        coverage=tuple(
-            s.to_json()
-            for s in trace.coverage
-            if any(pipeline.calls(mod, s.task) for mod in planned.values())
-        ),
-        kernels_per_call=sum(map(pipeline.count_kernels, planned.values())),
-        build_s=time.perf_counter() - start,
-        config=config.to_json(),
-        key=key,
-        peak_bytes=_peak(planned),
-        needs=apply.needs(trace.coverage),
-        training=training,
+    modules = tuple(planned.values())
+    manifest = chain.manifest(
+        modules, captured.signature, config, target, trace, key, start, training=training
     )
     sizes = example_sizes(manifest.signature, example_leaves(captured))
     manifest = replace(manifest, score=training_score.counted(manifest, sizes).to_json())
     trace.timed("export", lambda: export.write(executable, path, manifest, None))
     return {"module": module, "passes": trace.seconds}
-
-
-def _peak(planned: dict[str, Any]) -> int | None:
-    found = [pipeline.peak_bytes(mod) for mod in planned.values()]
-    return None if None in found else max(n for n in found if n is not None)

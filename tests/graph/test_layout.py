@@ -245,6 +245,21 @@ def test_rows_of_a_flattened_batch_keep_apart() -> None:
     assert_computes(mod, np.exp(x @ w), x, w)
 
 
+def test_a_cast_of_moved_heads_casts_them_where_they_are() -> None:
+    x, w = numbers(5, 3, 4), numbers(4, 6)
+
+    def make(emit, a, b):
+        y = emit(relax.op.matmul(emit(relax.op.reshape(a, (15, 4))), b))
+        y = emit(relax.op.astype(emit(relax.op.reshape(y, (5, 3, 6))), "float16"))
+        heads = emit(relax.op.permute_dims(emit(relax.op.reshape(y, (5, 3, 2, 3))), [0, 2, 1, 3]))
+        return emit(relax.op.exp(emit(relax.op.astype(heads, "float32"))))
+
+    mod, ops = laid_out(make, x.shape, w.shape)
+    assert ops == ["call_tir", "astype", "reshape", "permute_dims", "astype", "exp"]
+    heads = (x @ w).astype("float16").reshape(5, 3, 2, 3).transpose(0, 2, 1, 3)
+    assert_computes(mod, np.exp(heads.astype("float32")), x, w)
+
+
 def test_heads_are_moved_once_and_then_read_transposed() -> None:
     """Where a kernel has to move heads, it does not swap the last two dimensions as well."""
     q, k = numbers(2, 3, 5, 4), numbers(2, 6, 3, 4)

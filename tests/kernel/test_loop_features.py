@@ -12,7 +12,7 @@ import tvm
 
 from tvmcap.base.config import Config
 from tvmcap.kernel import loop_features as lf
-from tvmcap.kernel import models, tasks
+from tvmcap.kernel import loop_search, models, tasks
 from tvmcap.kernel.cost_model import PRIOR, RankModel
 from tvmcap.kernel.loop_recall import recall
 from tvmcap.kernel.loop_search import LoopNestSession, unlike
@@ -96,6 +96,46 @@ def test_a_row_for_each_candidate_and_in_its_record(stores) -> None:
     np.testing.assert_allclose(rows, [p.features for p in proposals], rtol=1e-4, atol=1e-6)
     assert [r.features for r in stores.stores[0].records] == [p.features for p in proposals]
     assert lf.loop_features(own._context, []).shape == (0, len(lf.FEATURES))
+
+
+def test_a_schedule_is_looked_at_once(stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = session(stores)
+    candidates = [p.measured for p in own.propose(4)]
+    seen: list = []
+    look = lf.nest_features
+    monkeypatch.setattr(lf, "nest_features", lambda *a: seen.append(a) or look(*a))
+    model = lf.LoopCostModel(RankModel(3, lf.FEATURES))
+    first = model.features(own._context, candidates[:3])
+    again = model.features(own._context, [*candidates[::-1], candidates[0]])
+    assert len(seen) == 4
+    np.testing.assert_array_equal(again[[4, 2, 1]], first)
+    np.testing.assert_array_equal(again[:4][::-1], lf.loop_features(own._context, candidates))
+    model.forget()
+    model.features(own._context, candidates[:1])
+    assert len(seen) == 4 + 4 + 1
+
+
+def test_candidates_are_made_for_what_is_asked(stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evolution starts when asked, once a batch, and what is less than a population is owed."""
+    grown: list[tuple[int, int]] = []
+    grow = LoopNestSession._grow
+
+    def noted(own: LoopNestSession, evolution, times: int = 1) -> None:
+        grown.append((evolution.population, times))
+        grow(own, evolution, times)
+
+    monkeypatch.setattr(LoopNestSession, "_grow", noted)
+    own, wide, narrow = session(stores), loop_search._WIDE, loop_search._NARROW
+    assert own._growing is None and not own._pool
+    own.ahead(8)
+    own.ahead(8)
+    assert grown == [(wide, loop_search._FIRST * 8 // wide)]
+    assert len(own.propose(8)) == 8 and len(grown) == 1
+    worth = narrow // loop_search._LATER  # so many of a later batch take one population
+    for asked in (worth // 2, worth - worth // 2, 1):
+        own.ahead(asked)
+        assert len(own.propose(asked)) == asked
+    assert grown[1:] == [(narrow, 1)]
 
 
 def test_same_seed_and_measurements_same_proposals(tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ from test_records import record
 from tvmcap.base.config import Config
 from tvmcap.kernel.fingerprint import fingerprint, same_target
 from tvmcap.kernel.records import TaskKey
-from tvmcap.kernel.stores import open_stores
+from tvmcap.kernel.stores import best_by_size, open_stores
 
 KEY = TaskKey("template", "w0", "fake", "h0")
 
@@ -31,7 +31,9 @@ def test_best_is_the_fastest_right_one_and_the_later_time_counts(stores) -> None
     assert stores.best(KEY, {"rows": 16}, target).knobs["tile"] == 8
     stores.append([record(8, 9.0)])
     assert stores.best(KEY, {"rows": 16}, target).knobs["tile"] == 4
-    assert [r.sizes["rows"] for r in stores.best_by_size(KEY, target)] == [1, 16]
+    timed = stores.timed(KEY, target)
+    assert [(r.sizes["rows"], r.median_us) for r in timed] == [(1, 1.0), (16, 5.0), (16, 9.0)]
+    assert best_by_size(timed) == timed[:2]
 
 
 def test_foreign_records_are_kept_counted_and_not_used(stores) -> None:

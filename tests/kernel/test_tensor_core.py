@@ -29,7 +29,7 @@ def session(func, target, folder: Path) -> loop_search.LoopNestSession:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make evolution quick: what is sampled is looked at and not timed."""
-    for name, value in {"_POPULATION": 8, "_FRESH": 6, "_GENERATIONS": 1}.items():
+    for name, value in {"_WIDE": 8, "_NARROW": 8, "_FIRST": 1}.items():
         monkeypatch.setattr(loop_search, name, value)
 
 

@@ -38,6 +38,11 @@ def serving(ranges: variants.Ranges, rows: int) -> Any:
     return next(knobs for bound, knobs in ranges if bound is None or rows <= bound)
 
 
+def timed(tuned: dict[int, int]) -> dict[int, dict[int, float]]:
+    """Only the best setting of a size was timed."""
+    return {n: {height: 1.0} for n, height in tuned.items()}
+
+
 def worst(ranges: variants.Ranges, rows: range) -> float:
     best = [min(estimate(n, HEIGHTS, None)) for n in rows]
     used = [estimate(n, [serving(ranges, n)], None)[0] for n in rows]
@@ -49,7 +54,7 @@ GRID = [round(2 ** (i / 2)) for i in range(23)]
 
 def test_sizes_between_those_that_were_tuned_are_served_well(task: Any) -> None:
     tuned = {16: 8, 1024: 256}
-    ranges = variants.assign(task, tuned, {}, TARGET)
+    ranges = variants.assign(task, timed(tuned), {}, TARGET)
     assert serving(ranges, 16) == 8 and serving(ranges, 1024) == 256
     assert worst(ranges, range(1, 2049)) < 1.35
     assert worst(variants.halfway(tuned), range(1, 2049)) > 2
@@ -60,7 +65,7 @@ def test_sizes_between_those_that_were_tuned_are_served_well(task: Any) -> None:
 def test_what_was_measured_or_chosen_keeps_its_setting(task: Any) -> None:
     """The estimate prefers others there."""
     tuned, chosen = {256: 8, 1024: 32}, {64: 256}
-    ranges = variants.assign(task, tuned, chosen, TARGET)
+    ranges = variants.assign(task, timed(tuned), chosen, TARGET)
     assert {n: serving(ranges, n) for n in tuned} == tuned
     assert {n: serving(ranges, n) for n in chosen} == chosen
     first = variants.by_estimate(task, GRID, TARGET)
@@ -69,9 +74,9 @@ def test_what_was_measured_or_chosen_keeps_its_setting(task: Any) -> None:
 
 def test_there_are_never_too_many(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = {4**i: HEIGHTS[i % 2] for i in range(6)}
-    assert len(variants.assign(task, tuned, {}, TARGET)) > 3
+    assert len(variants.assign(task, timed(tuned), {}, TARGET)) > 3
     monkeypatch.setattr(variants, "MAX_VARIANTS", 3)
-    assert len(variants.assign(task, tuned, {}, TARGET)) == 3
+    assert len(variants.assign(task, timed(tuned), {}, TARGET)) == 3
 
 
 def test_settings_that_lose_little_share_a_kernel(task: Any, monkeypatch: Any) -> None:
@@ -83,7 +88,39 @@ def test_settings_that_lose_little_share_a_kernel(task: Any, monkeypatch: Any) -
     monkeypatch.setattr(variants, "_PRICE", 1.0)
     assert len(variants.assign(task, {}, {}, TARGET)) < few
     everywhere = dict.fromkeys(GRID, HEIGHTS[0])
-    assert variants.assign(task, everywhere, {}, TARGET) == [(None, HEIGHTS[0])]
+    assert variants.assign(task, timed(everywhere), {}, TARGET) == [(None, HEIGHTS[0])]
+
+
+def test_what_was_timed_at_a_size_counts_there(task: Any, monkeypatch: Any) -> None:
+    """The estimate expects far more of each setting at its own size than was measured."""
+    monkeypatch.setattr(variants, "MAX_VARIANTS", 2)
+    monkeypatch.setattr(variants, "grid", lambda task: [])
+    times = {
+        8: {8: 1.0, 64: 1.3, 256: 5.0},
+        256: {64: 1.0, 256: 1.01, 8: 3.0},
+        2048: {256: 1.0, 64: 1.2, 8: 9.0},
+    }
+    found = variants.assign(task, times, {}, TARGET)
+    assert [serving(found, n) for n in times] == [8, 256, 256]
+    times[256] |= {8: 1.01, 256: 3.0}
+    found = variants.assign(task, times, {}, TARGET)
+    assert [serving(found, n) for n in times] == [8, 8, 256]
+
+
+def test_between_close_sizes_what_was_timed_at_both_serves(task: Any, monkeypatch: Any) -> None:
+    close = {64: {8: 1.0, 16: 1.1, 32: 0.9}, 128: {8: 1.2, 16: 1.1, 256: 0.5}}
+    times = variants._between(task, 90, close, TARGET)
+    assert set(times) == {8, 16}
+    expected = dict(zip(times, estimate(90, list(times), TARGET), strict=True))
+    wrong = {h: [close[n][h] / estimate(n, [h], TARGET)[0] for n in (64, 128)] for h in times}
+    assert all(min(wrong[h]) <= times[h] / expected[h] <= max(wrong[h]) for h in times)
+    assert variants._between(task, 90, {44: close[64], 128: close[128]}, TARGET) == {}
+    assert variants._between(task, 2000, close, TARGET) == {}
+    monkeypatch.setattr(variants, "_PRICE", 0.0)
+    assert 91 in GRID
+    times = variants._between(task, 91, close, TARGET)
+    found = variants.assign(task, close, {}, TARGET)
+    assert serving(found, 91) == min(times, key=times.__getitem__)
 
 
 @pytest.mark.parametrize("losses", [[[0.0, 9.0], [0.0, 9.0], [9.0, 0.0]], [[0.0]]])

@@ -44,6 +44,8 @@ class FakeCuda:
     def __init__(self, nbytes: int = 100) -> None:
         self.recorded: list[int] = []
         self.graphs: dict[int, list[FakeNode]] = {}
+        self.recorded_in: dict[int, list[int]] = {}
+        self.executables: dict[int, tuple[int, list[int]]] = {}
         self.launched: list[tuple[int, tuple[int, ...], int]] = []
         self.destroyed: list[int] = []
         self.refuse = ""
@@ -69,6 +71,7 @@ class FakeCuda:
         run()
         handle = len(self.graphs) + 1
         self.graphs[handle] = [FakeNode(self.recorded)]
+        self.recorded_in[handle] = list(self.recorded)
         return ctypes.c_void_p(handle)
 
     def nodes(self, graph: Any) -> list[FakeNode]:
@@ -80,20 +83,28 @@ class FakeCuda:
         raise AssertionError("no tensor map here")
 
     def instantiate(self, graph: Any, stream: Any, nodes: int) -> tuple[Any, int]:
-        return ctypes.c_void_p(graph.value), self._bytes
+        made = 1000 + len(self.executables)
+        self.executables[made] = graph.value, list(self.recorded_in[graph.value])
+        return ctypes.c_void_p(made), self._bytes
 
     def write(self, node: FakeNode, slot: Slot, address: int) -> None:
         node.now[slot.param] = address + slot.offset
 
     def update(self, replay: Any, node: FakeNode) -> None:
-        assert node in self.graphs[replay.value]
+        graph, places = self.executables[replay.value]
+        assert node in self.graphs[graph]
+        places[:] = node.now
 
     def launch_raw(self, replay: int, stream: int) -> int:
-        self.launched.append((replay, tuple(self.graphs[replay][0].now), stream))
+        graph, places = self.executables[replay]
+        self.launched.append((graph, tuple(places), stream))
         return self.fails
 
     def check(self, status: int, what: str) -> None:
         raise RuntimeError(f"{what}: {status}")
 
     def destroy(self, graph: Any, replay: Any) -> None:
-        self.destroyed.append(graph.value or 0)
+        if graph.value:
+            self.destroyed.append(graph.value)
+        if replay.value:
+            del self.executables[replay.value]

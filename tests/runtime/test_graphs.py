@@ -50,16 +50,42 @@ def test_the_second_call_records_and_every_later_one_replays(
 
 
 def test_launches_hold_the_addresses_of_their_call(graphs: Graphs, cuda: FakeCuda) -> None:
+    graphs._limit = 10_000
     of, sets = plan(4), [tensors(4) for _ in range(5)]
-    for stream, given in enumerate([sets[0], *sets, *reversed(sets)]):
+    for stream, given in enumerate([sets[0], *sets, *reversed(sets), *sets]):
         if call(graphs, of, given, stream):
             values, targets = given
             assert cuda.launched[-1][1:] == (
                 tuple(t.data_ptr() for t in (*values, *targets)),
                 stream,
             )
-    assert len(cuda.launched) == 10 and graphs.captures == 1
-    assert graphs.updates == 8  # not where a call repeats the one before
+    assert len(cuda.launched) == 15 and graphs.captures == 1
+    # each further set once; then sets 3, 2 and 1 come back, and the first was never moved to
+    assert graphs.updates == 5 and graphs.duplicates == 4 and len(cuda.executables) == 5
+    graphs.clear()
+    assert not cuda.executables and graphs.nbytes == 0
+
+
+def test_addresses_that_come_back_get_few_executables(
+    graphs: Graphs, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmcap.runtime.graphs._DUPLICATES", 3)
+    graphs._limit = 10_000
+    of, sets = plan(4), [tensors(4) for _ in range(6)]
+    for given in [sets[0], *(4 * sets)]:
+        call(graphs, of, given)
+        values, targets = given
+        places = tuple(t.data_ptr() for t in (*values, *targets))
+        assert not cuda.launched or cuda.launched[-1][1] == places
+    assert len(cuda.launched) == 24 and len(cuda.executables) == 3
+    assert graphs.nbytes == 300
+
+
+def test_no_executable_is_added_past_the_limit(graphs: Graphs, cuda: FakeCuda) -> None:
+    of, sets = plan(4), [tensors(4) for _ in range(6)]
+    for given in [sets[0], *(3 * sets)]:
+        call(graphs, of, given)
+    assert graphs.nbytes == 100 * len(cuda.executables) == 400
 
 
 def test_one_tensor_for_two_arguments(graphs: Graphs, cuda: FakeCuda) -> None:

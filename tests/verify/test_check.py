@@ -6,7 +6,8 @@ import torch
 from tests.verify.fakes import FakeCompiled, block, block_case, signature
 from tvmcap.base.errors import VerifyError
 from tvmcap.base.numerics import Comparison
-from tvmcap.verify.check import Subject, check_set, example_leaves, pool, verify
+from tvmcap.verify.again import pool
+from tvmcap.verify.check import Subject, check_set, example_leaves, verify
 from tvmcap.verify.inputs import InputSet
 from tvmcap.verify.reference import run_eager
 

@@ -11,7 +11,7 @@ reference, or eager, has them. Integers and bools must equal the reference or ea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -137,11 +137,18 @@ def ulp(values: Array, dtype: str) -> Array:
 
 
 def compare(
-    got: Any, reference: Any, eager: Any = None, *, name: str = "output", dtype: str | None = None
+    got: Any,
+    reference: Any,
+    eager: Any = None,
+    *,
+    name: str = "output",
+    dtype: str | None = None,
+    others: Sequence[Any] = (),
 ) -> Comparison:
     """Hold ``got`` to the budget that ``reference`` and ``eager`` give.
 
-    Without ``eager`` its error counts as 0. The three are tensors of one shape. ``dtype`` is the
+    Without ``eager`` its error counts as 0. ``others`` is what eager gives when it rounds
+    otherwise: the largest error of all counts. All are tensors of one shape. ``dtype`` is the
     output's; by default that of ``got``. A shape that differs breaks the budget at every element.
     """
     dtype = dtype or dtype_name(got)
@@ -155,7 +162,7 @@ def compare(
         return result
     if dtype not in _FLOATS:
         return _compare_exact(result, ours, ref, base)
-    return _compare_float(result, ours, ref, base)
+    return _compare_float(result, ours, ref, [base, *map(to_numpy, others)])
 
 
 def _compare_exact(result: Comparison, ours: Array, ref: Array, base: Array) -> Comparison:
@@ -187,15 +194,25 @@ class _Block:
     peak: Array
 
 
-def _compare_float(result: Comparison, ours: Array, ref: Array, base: Array) -> Comparison:
-    eager_abs = eager_slice = 0.0
-    for _, b in _blocks(ours, ref, base, result.dtype):
-        error = np.where(b.base_measured, np.abs(b.base - b.want), 0.0)
-        eager_abs = max(eager_abs, float(error.max()))
-        relative = np.where(
-            b.peak > 0, error.max(axis=1, keepdims=True) / np.where(b.peak > 0, b.peak, 1.0), 0.0
-        )
-        eager_slice = max(eager_slice, float(relative.max()))
+def _eager_errors(
+    ours: Array, ref: Array, bases: Sequence[Array], dtype: str
+) -> tuple[float, float]:
+    """Return eager's largest error, and the largest over the peak of its slice."""
+    largest = over_peak = 0.0
+    for base in bases:
+        for _, b in _blocks(ours, ref, base, dtype):
+            error = np.where(b.base_measured, np.abs(b.base - b.want), 0.0)
+            largest = max(largest, float(error.max()))
+            peak = np.where(b.peak > 0, b.peak, math.inf)
+            over_peak = max(over_peak, float((error.max(axis=1, keepdims=True) / peak).max()))
+    return largest, over_peak
+
+
+def _compare_float(
+    result: Comparison, ours: Array, ref: Array, bases: Sequence[Array]
+) -> Comparison:
+    base = bases[0]
+    eager_abs, eager_slice = _eager_errors(ours, ref, bases, result.dtype)
     result = replace(result, eager_abs=eager_abs)
     worst = (False, -math.inf)
     for start, b in _blocks(ours, ref, base, result.dtype):

@@ -90,7 +90,7 @@ class _Layout:
     def _cast(self, builder: Any, value: Any) -> Any:
         """Cast a product before it is reshaped, so that its kernel can do it."""
         view = self.views[value.args[0]]
-        if view.source not in self.reshaped:
+        if view.source not in self.reshaped or view.moved():
             return None
         cast = builder.emit(relax.op.astype(view.source, value.attrs.dtype))
         return self._reshape(builder, View(cast, view.dims), value.ty.shape.values)

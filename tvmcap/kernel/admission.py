@@ -60,5 +60,5 @@ def settings(task: Task, target: Any) -> set[Any]:
 
 
 def admitted(stores: Stores, task: Task, target: Any) -> list[Record]:
-    """Return the best record of a task at every size measured, of those that can serve it."""
-    return stores.best_by_size(task.key, target, admits(task, target))
+    """Return the latest timing of each candidate that can serve a task (``Stores.timed``)."""
+    return stores.timed(task.key, target, admits(task, target))

@@ -14,13 +14,14 @@ from tvm import relax, tirx
 from tvmcap.kernel import fallback, intrinsics, spaces, tasks, traces, variants
 from tvmcap.kernel.choice import Choice, Choose
 from tvmcap.kernel.records import Record
+from tvmcap.kernel.stores import best_by_size
 
 logger = logging.getLogger("tvmcap")
 
 VENDOR = "vendor:"
 
 Lookup = Callable[[tasks.Task], Sequence[Record]]
-"""The best record of a task at each size that was tuned (``admission.admitted``)."""
+"""What was timed of a task at each size, the fastest first (``admission.admitted``)."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,15 @@ def schedule(
 
 
 def _serve(
-    task: tasks.Task, records: list[Record], target: Any, choose: Choose | None
+    task: tasks.Task, timed: list[Record], target: Any, choose: Choose | None
 ) -> tuple[list[tuple[int | None, Any]], Served]:
     """Kernels of a task as (largest number of rows or None, PrimFunc), and the report."""
+    records = best_by_size(timed)
     seen = {_sizes_text(r): f"{r.median_us:.1f} us {r.candidate[:120]}" for r in records}
     if task.template is not None:
         known = [r.sizes["rows"] for r in records]
         choice = None if choose is None else choose(task, known)
-        choices = _choose(task, records, target, choice)
+        choices = _choose(task, timed, target, choice)
         made = [
             (bound, task.template.lower(task.func, task.problem, knobs, target))
             for bound, knobs in choices
@@ -175,11 +177,15 @@ def _sizes_text(record: Record) -> str:
 
 
 def _choose(
-    task: tasks.Task, records: list[Record], target: Any, choice: Choice | None
+    task: tasks.Task, timed: list[Record], target: Any, choice: Choice | None
 ) -> variants.Ranges:
     """Knobs by range of rows: of the record at a size, else the model's, else by estimate."""
     chosen = {} if choice is None else dict(choice.knobs)
-    tuned = {r.sizes["rows"]: task.template.knobs_from_json(r.candidate) for r in records}
+    times: dict[int, dict[Any, float]] = {}
+    for r in timed:
+        knobs = task.template.knobs_from_json(r.candidate)
+        times.setdefault(r.sizes["rows"], {})[knobs] = r.median_us or 0.0
+    tuned = {rows: next(iter(found)) for rows, found in times.items()}
     if isinstance(task.problem.rows, int):
         rows = task.problem.rows
         near = tuned.get(rows) or chosen.get(rows) or _nearest(tuned, rows)
@@ -187,7 +193,7 @@ def _choose(
     if not tuned and not chosen:
         return _defaults(task, target)
     if variants.can_estimate(task):
-        return variants.assign(task, tuned, chosen, target)
+        return variants.assign(task, times, chosen, target)
     defaults = _defaults(task, target)
     sizes = [task.record_sizes(sizes)["rows"] for sizes in task.sizes()]
     first = {n: next(k for b, k in defaults if b is None or n <= b) for n in sizes}

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import Schedule
 
 from tvmcap.graph.columns import summed_matrix
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.features import copy_func
+from tvmcap.schedules import gpu_math
 
 COLUMNS, VECTOR = 32, 8
 """Columns of a block, and neighbouring ones of a thread: 16 bytes of 16-bit values."""
@@ -74,9 +76,20 @@ def schedule(func: tirx.PrimFunc, target: Any) -> Schedule | None:
 
 
 def scheduled(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
-    """Return the PrimFunc as ``schedule`` schedules it; None where it does not."""
+    """Return the PrimFunc as ``schedule`` does it, with quick forms; None where it does not."""
     sch = schedule(func, target)
-    return None if sch is None else sch.mod["main"]
+    return None if sch is None else _quickened(sch.mod["main"])
+
+
+def _quickened(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Compute what is stored in 16 bits by the quick forms: one pass is bound by them otherwise."""
+
+    def store(node: Any) -> Any:
+        if str(node.buffer.dtype) not in ("float16", "bfloat16"):
+            return node
+        return tirx.BufferStore(node.buffer, gpu_math.quick(node.value), node.indices)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, store)))
 
 
 def _walk_rows(sch: Schedule, total: Any, copies: Sequence[Any]) -> Any:

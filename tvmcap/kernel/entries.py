@@ -13,6 +13,7 @@ from tvmcap.kernel.cost_model import RankModel
 from tvmcap.kernel.loop_features import LOOP_NESTS
 from tvmcap.kernel.loop_search import LoopNestSession
 from tvmcap.kernel.measure import Measurer
+from tvmcap.kernel.results import TaskResult, by_numbers
 from tvmcap.kernel.search import Session
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.template_search import TemplateSession
@@ -110,3 +111,23 @@ def choose(entries: Sequence[Entry], measurer: Measurer) -> list[Entry]:
     ):
         chosen.append(order.pop(0))
     return chosen
+
+
+def following(entries: Sequence[Entry], now: list[Entry], measurer: Measurer) -> list[Entry]:
+    """Return the sessions of the round after that of ``now``, as far as can be told.
+
+    Those that never went go first; else it is the same ones.
+    """
+    waiting = [e for e in entries if not e.batches and not e.exhausted and e not in now]
+    return choose(waiting, measurer) or now
+
+
+def outcomes(entries: Sequence[Entry]) -> tuple[TaskResult, ...]:
+    """Return what came of sessions, by name."""
+    results = []
+    for e in sorted(entries, key=lambda e: by_numbers(e.session.name)):
+        best = e.session.best()
+        after, candidate = (None, None) if best is None else (best.median_us, best.candidate)
+        before = None if e.before is None else e.session.latest()[e.before].median_us
+        results.append(TaskResult(e.session.name, before, after, e.trials, candidate))
+    return tuple(results)

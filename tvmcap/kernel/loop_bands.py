@@ -14,8 +14,8 @@ from typing import Any
 
 from tvmcap.kernel import loop_estimate
 from tvmcap.kernel.cost_model import PRIOR
-from tvmcap.kernel.loop_blocks import Block, blocks, unroll_step, unrolled
-from tvmcap.kernel.loop_body import extent, traffic
+from tvmcap.kernel.loop_blocks import Block, Loop, blocks, total, unroll_step, unrolled
+from tvmcap.kernel.loop_body import traffic
 
 _BANDS = 5  # tile, sums, tile, sums, outside
 _REGIONS = ("body", "tile", "sums", "tiles")
@@ -80,20 +80,20 @@ def _log(value: float) -> float:
     return math.log2(1 + value)
 
 
-def _split(loops: Sequence[Any], summed: frozenset[str]) -> list[list[Any]]:
+def _split(loops: Sequence[Loop], summed: frozenset[str]) -> list[list[Loop]]:
     """Return the loops by band, innermost first; loops of one iteration belong anywhere."""
-    found: list[list[Any]] = [[] for _ in range(_BANDS)]
+    found: list[list[Loop]] = [[] for _ in range(_BANDS)]
     at = 0
     for loop in reversed(loops):
-        if extent(loop) > 1 and at < _BANDS - 1 and (loop.loop_var.name in summed) != at % 2:
+        if loop.extent > 1 and at < _BANDS - 1 and (loop.name in summed) != at % 2:
             at += 1
         found[at].append(loop)
     return found
 
 
-def _vectors(main: Block, split: Sequence[Sequence[Any]], lanes: int) -> dict[str, float]:
+def _vectors(main: Block, split: Sequence[Sequence[Loop]], lanes: int) -> dict[str, float]:
     """Describe the bands, the vectors, what they sum into and what TVM unrolls."""
-    sizes = [math.prod(map(extent, band)) for band in split]
+    sizes = [total(band) for band in split]
     width, step = main.width, unroll_step(main.loops)
     tile, registers = sizes[0] / width, sizes[0] * main.each(lanes)
     return {
@@ -105,7 +105,7 @@ def _vectors(main: Block, split: Sequence[Sequence[Any]], lanes: int) -> dict[st
         "log_accumulators": _log(registers),
         "log_tile_of_both": _log(registers * sizes[2]),
         "unroll_step": step,
-        "log_unrolled_body": _log(math.prod(map(extent, unrolled(main.loops))) / width),
+        "log_unrolled_body": _log(total(unrolled(main.loops)) / width),
         "tile_is_unrolled": float(tile <= step),
         "sums_are_unrolled": float(tile * sizes[1] <= step),
     }
@@ -128,34 +128,34 @@ def _rest(main: Block) -> dict[str, float]:
     """Describe the innermost loop that is not unrolled: LLVM may make a vector of it."""
     rest = main.rest
     return {
-        "log_rest": _log(1 if rest is None else extent(rest)),
-        "rest_sums": float(rest is not None and rest.loop_var.name in main.summed),
+        "log_rest": _log(1 if rest is None else rest.extent),
+        "rest_sums": float(rest is not None and rest.name in main.summed),
         **_moves(main, main.moving(rest), "rest_"),
     }
 
 
-def _footprints(main: Block, split: Sequence[Sequence[Any]]) -> dict[str, float]:
+def _footprints(main: Block, split: Sequence[Sequence[Loop]]) -> dict[str, float]:
     """Return the bytes that the loops up to each band touch, and how often they use each."""
-    found, loops = dict[str, float](), list[Any]()
+    found, loops = dict[str, float](), list[Loop]()
     for i, band in enumerate(split, 1):
         loops += band
         sizes = main.sizes(loops)
         touched = sum(access.touched(sizes) for access in main.accesses)
-        runs = math.prod(map(extent, loops))
+        runs = total(loops)
         found[f"log_bytes_{i}"], found[f"log_reuse_{i}"] = _log(touched), _log(runs / touched)
     return found
 
 
-def _code(main: Block, split: Sequence[Sequence[Any]], lanes: int) -> dict[str, float]:
+def _code(main: Block, split: Sequence[Sequence[Loop]], lanes: int) -> dict[str, float]:
     """Return loads for each operation, and registers, of what is unrolled and of the bands."""
     inner = [loop for band in split[:2] for loop in band]
     regions = (unrolled(main.loops), split[0], inner, [*inner, *split[2]])
     moving, each, found = main.moving(main.vector), main.each(lanes), dict[str, float]()
     for name, loops in zip(_REGIONS, regions, strict=True):
         sizes = main.sizes([*loops, *main.loops[-1:]])
-        total, held = traffic(main.accesses, moving, sizes, each)
-        runs = math.prod(map(extent, loops))
-        found[f"log_loads_{name}"] = math.log2(total / (runs * each))
+        moved, held = traffic(main.accesses, moving, sizes, each)
+        runs = total(loops)
+        found[f"log_loads_{name}"] = math.log2(moved / (runs * each))
         found[f"log_registers_{name}"] = _log(held)
     return found
 
@@ -182,6 +182,6 @@ def _use(found: Sequence[Block], main: Block) -> dict[str, float]:
         reads = any(region.source in written for region in other.realize.block.reads)
         if other is not main and reads:
             pairs = zip(main.loops, other.loops, strict=False)
-            shared = min(shared, sum(a.same_as(b) for a, b in pairs))
-    outside = math.prod(map(extent, main.loops[:shared]))
+            shared = min(shared, sum(a is b for a, b in pairs))
+    outside = total(main.loops[:shared])
     return {"log_shared": _log(outside), "log_inside": _log(main.runs / outside)}

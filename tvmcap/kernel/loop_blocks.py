@@ -5,16 +5,42 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import tirx
 
-from tvmcap.kernel.loop_body import Access, accesses, extent, variables
+from tvmcap.kernel.loop_body import Access, accesses, variables
 
 _PARALLEL, _VECTOR = 1, 2
 _REDUCTION = 2
 _STEP = "pragma_auto_unroll_max_step"
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop, read once, for every look at TVM's own costs more than what is worked out from it.
+
+    Attributes
+    ----------
+    name: of its variable.
+    extent: its iterations; 1 where they are no number.
+    kind: TVM's ForKind.
+    step: the steps that TVM may unroll to, as annotated; 0 without.
+    """
+
+    name: str
+    extent: int
+    kind: int
+    step: int
+
+    @staticmethod
+    def of(node: Any) -> Loop:
+        """Return what stands for a loop of TVM."""
+        extent = int(node.extent) if isinstance(node.extent, tirx.IntImm) else 1
+        step = int(node.annotations.get(_STEP, 0))
+        return Loop(str(node.loop_var.name), extent, int(node.kind), step)
 
 
 class Block:
@@ -22,32 +48,32 @@ class Block:
 
     Attributes
     ----------
-    realize, loops: of TVM.
+    realize: of TVM.
     runs: how often it runs.
     sums: whether it has an iterator that sums.
     """
 
-    def __init__(self, realize: Any, loops: Sequence[Any]) -> None:
+    def __init__(self, realize: Any, loops: Sequence[Loop]) -> None:
         self.realize, self.loops = realize, list(loops)
-        self.runs = math.prod(map(extent, loops))
+        self.runs = total(loops)
         kinds = [int(v.iter_type) for v in realize.block.iter_vars]
         self._reducing = [kind == _REDUCTION for kind in kinds]
         self.sums = any(self._reducing)
 
     @functools.cached_property
-    def vector(self) -> Any:
+    def vector(self) -> Loop | None:
         """The loop that is a vector, or None."""
-        return next((loop for loop in self.loops if int(loop.kind) == _VECTOR), None)
+        return next((loop for loop in self.loops if loop.kind == _VECTOR), None)
 
     @property
     def width(self) -> int:
         """Lanes of the vector."""
-        return 1 if self.vector is None else extent(self.vector)
+        return 1 if self.vector is None else self.vector.extent
 
     @functools.cached_property
     def parallel(self) -> int:
         """Iterations that may run at the same time."""
-        return math.prod(extent(loop) for loop in self.loops if int(loop.kind) == _PARALLEL)
+        return total(loop for loop in self.loops if loop.kind == _PARALLEL)
 
     @functools.cached_property
     def inside(self) -> dict[str, frozenset[str]]:
@@ -67,20 +93,20 @@ class Block:
         return accesses(self.realize.block)
 
     @functools.cached_property
-    def rest(self) -> Any:
+    def rest(self) -> Loop | None:
         """The innermost loop that TVM does not unroll, or None."""
         body = unrolled(self.loops)
         left = (x for x in reversed(self.loops) if not any(x is loop for loop in body))
-        return next((loop for loop in left if extent(loop) > 1), None)
+        return next((loop for loop in left if loop.extent > 1), None)
 
-    def moving(self, loop: Any) -> frozenset[str]:
+    def moving(self, loop: Loop | None) -> frozenset[str]:
         """Return the iterators that move with a loop."""
-        name = "" if loop is None else loop.loop_var.name
+        name = "" if loop is None else loop.name
         return frozenset(iterator for iterator, used in self.inside.items() if name in used)
 
-    def sizes(self, loops: Iterable[Any]) -> dict[str, int]:
+    def sizes(self, loops: Iterable[Loop]) -> dict[str, int]:
         """Return the extents of the iterators within some of the loops."""
-        extents = {loop.loop_var.name: extent(loop) for loop in loops}
+        extents = {loop.name: loop.extent for loop in loops}
         return {
             iterator: math.prod(extents[name] for name in used if name in extents)
             for iterator, used in self.inside.items()
@@ -106,9 +132,9 @@ def blocks(body: Any) -> list[Block]:
     return found
 
 
-def _see(node: Any, loops: list[Any], found: list[Block]) -> None:
+def _see(node: Any, loops: list[Loop], found: list[Block]) -> None:
     if isinstance(node, tirx.For):
-        _see(node.body, [*loops, node], found)
+        _see(node.body, [*loops, Loop.of(node)], found)
     elif isinstance(node, tirx.SeqStmt):
         for part in node.seq:
             _see(part, loops, found)
@@ -119,18 +145,23 @@ def _see(node: Any, loops: list[Any], found: list[Block]) -> None:
             _see(node.block.body, loops, found)
 
 
-def unroll_step(loops: Iterable[Any]) -> int:
+def total(loops: Iterable[Loop]) -> int:
+    """Return the iterations of loops in each other."""
+    return math.prod([loop.extent for loop in loops])
+
+
+def unroll_step(loops: Iterable[Loop]) -> int:
     """Return the steps that TVM may unroll to, as annotated on a loop."""
-    return max((int(a[_STEP]) for loop in loops if _STEP in (a := loop.annotations)), default=0)
+    return max((loop.step for loop in loops), default=0)
 
 
-def unrolled(loops: Sequence[Any]) -> list[Any]:
+def unrolled(loops: Sequence[Loop]) -> list[Loop]:
     """Return the loops of the body after TVM's unrolling, its vector too, from the inside out."""
     step, body, found = unroll_step(loops), 1, []
     for loop in reversed(loops):
-        if int(loop.kind) != _VECTOR:
-            if int(loop.kind) == _PARALLEL or body * extent(loop) > step:
+        if loop.kind != _VECTOR:
+            if loop.kind == _PARALLEL or body * loop.extent > step:
                 break
-            body *= extent(loop)
+            body *= loop.extent
         found.append(loop)
     return found

@@ -57,7 +57,10 @@ class Access:
 
 
 def _spread(names: Collection[str], sizes: Mapping[str, int]) -> int:
-    return 1 + sum(sizes.get(name, 1) - 1 for name in names)
+    spread = 1
+    for name in names:
+        spread += sizes.get(name, 1) - 1
+    return spread
 
 
 def accesses(block: Any) -> list[Access]:
@@ -89,11 +92,6 @@ def variables(expression: Any) -> frozenset[str]:
     found: set[str] = set()
     tvm_ffi.structural_walk(expression, (tirx.Var, lambda var: found.add(var.name)))
     return frozenset(found)
-
-
-def extent(loop: Any) -> int:
-    """Return the iterations of a loop; 1 where they are no number."""
-    return int(loop.extent) if isinstance(loop.extent, tirx.IntImm) else 1
 
 
 def traffic(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tvmcap.kernel.loop_blocks import Block, unrolled
-from tvmcap.kernel.loop_body import extent, fetched, traffic
+from tvmcap.kernel.loop_blocks import Block, total, unrolled
+from tvmcap.kernel.loop_body import fetched, traffic
 
 NAMES = ("log_issue", "log_near", "log_far", "log_rounds")
 _CACHES = (32 << 10, 1 << 20)
@@ -27,7 +27,7 @@ def estimate(blocks: Sequence[Block], main: Block, lanes: int, cores: int) -> di
 
     ``lanes`` is how many elements a register holds, ``cores`` how many threads may run.
     """
-    loops = [(loop.loop_var.name, extent(loop)) for loop in reversed(main.loops)]
+    loops = [(loop.name, loop.extent) for loop in reversed(main.loops)]
     near, far = (fetched(main.accesses, main.inside, loops, size) / main.runs for size in _CACHES)
     issue, rounds = _instructions(main, lanes), main.rounds(cores)
     cycles = max(issue / _ISSUES, near / _NEAR, far / _FAR) * main.runs * rounds
@@ -48,10 +48,10 @@ def _instructions(main: Block, lanes: int) -> float:
     """
     body, moving, each = list(unrolled(main.loops)), main.moving(main.vector), main.each(lanes)
     rest = main.rest
-    if main.width == 1 and rest is not None and rest.loop_var.name not in main.summed:
+    if main.width == 1 and rest is not None and rest.name not in main.summed:
         along = main.moving(rest)
         kinds = {access.kind(along) for access in main.accesses}
         if "apart" not in kinds and "contiguous" in kinds:
-            each, moving, body = 1 / min(lanes, extent(rest)), along, [*body, rest]
-    total, _ = traffic(main.accesses, moving, main.sizes([*body, *main.loops[-1:]]), each)
-    return each + total / math.prod(map(extent, body))
+            each, moving, body = 1 / min(lanes, rest.extent), along, [*body, rest]
+    moved, _ = traffic(main.accesses, moving, main.sizes([*body, *main.loops[-1:]]), each)
+    return each + moved / total(body)

@@ -8,6 +8,7 @@ times as long to compute; benchmarks/cost_model.py compares with them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -72,17 +73,26 @@ _WHOLE = 1e5
 
 def loop_features(context: Any, candidates: Sequence[Any]) -> Any:
     """Return the features of MetaSchedule's candidates, float32 (candidates, FEATURES)."""
-    rows = [nest_features(c.sch.mod["main"], context.target) for c in candidates]
+    return _array([nest_features(c.sch.mod["main"], context.target) for c in candidates])
+
+
+def _array(rows: Sequence[Sequence[float]]) -> Any:
     return np.array(rows, np.float32).reshape(len(rows), len(FEATURES))
 
 
 def nest_features(func: Any, target: Any) -> list[float]:
     """Return the features of a scheduled PrimFunc for a target, in the order of ``FEATURES``."""
-    is_cpu = target.kind.name == "llvm"
-    lanes = cpu_target.vector_lanes(target) if is_cpu else _GPU_LANES
-    cores = cpu_target.threads(target) if is_cpu else 1
+    lanes, cores = _lanes_and_cores(target)
     found = {**_nest(func, cores, lanes), **loop_bands.bands(func, lanes, cores)}
     return [VERSION, *(found[name] for name in FEATURES[1:])]
+
+
+@functools.lru_cache(8)
+def _lanes_and_cores(target: Any) -> tuple[int, int]:
+    """Return the elements of a vector and the threads; to ask TVM takes as long as a few nests."""
+    if target.kind.name != "llvm":
+        return _GPU_LANES, 1
+    return cpu_target.vector_lanes(target), cpu_target.threads(target)
 
 
 def stored(row: Iterable[float]) -> list[float]:
@@ -155,12 +165,26 @@ def _log(value: float) -> float:
 class LoopCostModel(PyCostModel):  # type: ignore[misc]
     """A RankModel of loop nests behind MetaSchedule's interface, which only asks it.
 
-    Sessions teach the model themselves; ``model`` is what it knew at one moment.
+    Sessions teach the model themselves; ``model`` is what it knew at one moment. Evolution asks
+    for the same schedule again and again, so features are kept until ``forget``.
     """
 
     def __init__(self, model: RankModel) -> None:
         super().__init__()
         self.model = model
+        self._rows: dict[Any, list[float]] = {}
+
+    def features(self, context: Any, candidates: Sequence[Any]) -> Any:
+        """Return what ``loop_features`` does, worked out once a schedule."""
+        for candidate in candidates:
+            if candidate.sch not in self._rows:
+                row = nest_features(candidate.sch.mod["main"], context.target)
+                self._rows[candidate.sch] = row
+        return _array([self._rows[candidate.sch] for candidate in candidates])
+
+    def forget(self) -> None:
+        """Let go of the schedules whose features are kept."""
+        self._rows.clear()
 
     def load(self, path: str) -> None:
         """Read measurements."""
@@ -175,4 +199,4 @@ class LoopCostModel(PyCostModel):  # type: ignore[misc]
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> Any:
         """Return a score in (0, 1) a candidate."""
-        return self.model.scores(loop_features(context, candidates))
+        return self.model.scores(self.features(context, candidates))

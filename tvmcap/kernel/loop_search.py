@@ -1,12 +1,14 @@
 """Search over loop nests: MetaSchedule's evolution with its own rules, at a static size.
 
 Evolution fills a pool of candidates, and each batch is the pool's best by what the model knows by
-then. While a batch is compiled, evolution goes on in a thread of its own, so that it costs little
-time; it ends before anything is timed.
+then. It makes so many for each candidate asked for, a bound that is no time, so that a seed gives
+the same proposals again. It runs in a thread of its own while something is compiled, and ends
+before anything is timed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +29,13 @@ from tvmcap.kernel.search import Proposal, Session, new_context
 from tvmcap.kernel.stores import Stores
 from tvmcap.kernel.tasks import Task
 
-_POPULATION = 64
+_WIDE, _NARROW = 64, 16
+"""Populations: of the whole space for the first batch, then around the best measured."""
+_MEASURED = 0.5
+"""Share of a population that is the best measured so far."""
 _GENERATIONS = 1
-_FRESH = 32
-_FIRST_GROWTHS, _BATCHES_A_GROWTH = 2, 2
+_FIRST, _LATER = 16, 2
+"""Candidates that the pool gets for each that is asked for, in the first batch and later."""
 _POOL = 512
 _MANY = 1 << 20
 _TRIES = 3
@@ -47,6 +52,25 @@ class _Known:
     measured: Any
     trace: list[Any]
     row: Any
+
+
+@dataclass(eq=False)
+class _Evolution:
+    """MetaSchedule's evolution in populations of one size."""
+
+    context: Any
+    population: int
+    database: Any
+    cost_model: Any
+    started: bool = False
+
+    def candidates(self) -> list[Any]:
+        """Return a population's worth of candidates that it never returned."""
+        if not self.started:
+            spaces = self.context.generate_design_space()
+            self.context.pre_tuning(_MANY, self.population, spaces, self.database, self.cost_model)
+            self.started = True
+        return list(self.context.generate_measure_candidates() or [])
 
 
 class LoopNestSession(Session):
@@ -73,15 +97,12 @@ class LoopNestSession(Session):
         self._group = group_name(task.workload_hash, self.record_sizes)
         self.model = RankModel(seed, FEATURES) if model is None else model
         self._cost_model = LoopCostModel(self.model.snapshot())
-        self._context = new_context(
-            self.bound, target, self.name, seed, tensor_core.space(self.bound, target), _strategy()
-        )
+        self._wide, self._narrow = self._evolution(_WIDE, seed), self._evolution(_NARROW, seed + 1)
+        self._context = self._wide.context
         self._pool: dict[str, _Known] = {}
         self._rng = np.random.default_rng(seed)
         self._growing: Future[None] | None = None
-        self._started = False
-        self._batches = 0
-        self._grow(_FIRST_GROWTHS)
+        self._batches, self._owed, self._looked = 0, 0, False
 
     def propose(self, count: int) -> list[Proposal]:
         """Return the fallback's kernel first (its trace is empty), then the pool's best."""
@@ -90,17 +111,27 @@ class LoopNestSession(Session):
             first.append(Proposal(self._candidate("fallback", self._fallback), None, trace=[]))
             self._fallback, count = None, count - 1
         if count > 0:
+            self.ahead(count)
             self.settle()
             for _ in range(_TRIES):
                 if len(self._fresh()) >= count:
                     break
-                self._grow()
+                self._grow(self._wide)
                 self.settle()
             first += self._best(count)
-            self._batches += 1
-            if self._batches % _BATCHES_A_GROWTH == 0:
-                self._grow()
+            self._batches, self._looked = self._batches + 1, False
         return first
+
+    def ahead(self, count: int) -> None:
+        """Let evolution begin to fill the pool for the next batch, unless it did."""
+        if not self._looked:
+            self._looked = True
+            if not self._batches:
+                self._grow(self._wide, math.ceil(_FIRST * count / _WIDE))
+                return
+            times, self._owed = divmod(self._owed + _LATER * count, _NARROW)
+            if times:
+                self._grow(self._narrow, times)
 
     def settle(self) -> None:
         """Wait until evolution has ended, so that what is timed now has the processor alone."""
@@ -108,20 +139,23 @@ class LoopNestSession(Session):
             self._growing.result()
             self._growing = None
 
-    def _grow(self, times: int = 1) -> None:
+    def _evolution(self, population: int, seed: int) -> _Evolution:
+        space, strategy = tensor_core.space(self.bound, self.target), _strategy(population)
+        context = new_context(self.bound, self.target, self.name, seed, space, strategy)
+        return _Evolution(context, population, self._database, self._cost_model)
+
+    def _grow(self, evolution: _Evolution, times: int = 1) -> None:
         """Let evolution fill the pool by what the model knows now; ``settle`` waits for it."""
         self.settle()
         self._cost_model.model = self.model.snapshot()
-        self._growing = _THREAD.submit(self._evolve, times)
+        self._growing = _THREAD.submit(self._evolve, evolution, times)
 
-    def _evolve(self, times: int) -> None:
-        if not self._started:
-            spaces = self._context.generate_design_space()
-            self._context.pre_tuning(_MANY, _POPULATION, spaces, self._database, self._cost_model)
-            self._started = True
+    def _evolve(self, evolution: _Evolution, times: int) -> None:
         for _ in range(times):
-            batch = list(self._context.generate_measure_candidates() or [])
-            for measured, row in zip(batch, loop_features(self._context, batch), strict=True):
+            batch = evolution.candidates()
+            rows = self._cost_model.features(self._context, batch)
+            self._cost_model.forget()
+            for measured, row in zip(batch, rows, strict=True):
                 trace = plain_json(measured.sch.trace.as_json())
                 self._pool.setdefault(canonical(trace), _Known(measured, trace, row))
 
@@ -167,7 +201,6 @@ class LoopNestSession(Session):
 
     def _learn(self, measured: list[Any], outcomes: list[Any]) -> None:
         self.settle()
-        self._context.notify_runner_results(measured, outcomes)
         rows = loop_features(self._context, measured)
         self.model.add(self._group, rows, times_us(outcomes))
         self.model.fit()
@@ -179,9 +212,12 @@ class LoopNestSession(Session):
             self._database.commit_tuning_record(record)
 
 
-def _strategy() -> Any:
+def _strategy(population: int) -> Any:
     return ms.search_strategy.EvolutionarySearch(
-        population_size=_POPULATION, init_min_unmeasured=_FRESH, genetic_num_iters=_GENERATIONS
+        population_size=population,
+        init_measured_ratio=_MEASURED,
+        init_min_unmeasured=population // 2,
+        genetic_num_iters=_GENERATIONS,
     )
 
 

@@ -76,6 +76,9 @@ class Session:
         """Return at most ``count`` candidates never measured; none when the space is exhausted."""
         raise NotImplementedError
 
+    def ahead(self, count: int) -> None:
+        """Begin to look for the ``count`` candidates that are asked for next, beside compiling."""
+
     def settle(self) -> None:
         """Wait for what the session does beside compiling; nothing runs beside what is timed."""
 

@@ -72,31 +72,32 @@ class Stores:
 
         ``admits`` says of a record whether its candidate can serve the task; all can where None.
         """
-        latest: dict[str, Record] = {}
+        return next(iter(self.timed(key, target, admits, sizes)), None)
+
+    def timed(
+        self,
+        key: TaskKey,
+        target: Any,
+        admits: Callable[[Record], bool] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> list[Record]:
+        """List the latest timing of each candidate that ran, at given sizes or at each of all.
+
+        Smallest sizes first, at each the fastest first; ``admits`` as of ``best``.
+        """
+        latest: dict[tuple[str, str], Record] = {}
         for store in reversed(self.stores):
             for record in store.records:
-                if record.is_of(key) and record.sizes == dict(sizes):
-                    latest[record.candidate] = record
+                if record.is_of(key) and (sizes is None or record.sizes == dict(sizes)):
+                    latest[canonical(record.sizes), record.candidate] = record
         usable = set(map(id, self.history(key, target, sizes)))
-        good = [
+        ran = [
             r
             for r in latest.values()
             if id(r) in usable and r.error is None and r.median_us is not None
             if admits is None or admits(r)
         ]
-        return min(good, key=lambda r: r.median_us or 0.0, default=None)
-
-    def best_by_size(
-        self, key: TaskKey, target: Any, admits: Callable[[Record], bool] | None = None
-    ) -> list[Record]:
-        """Return the best record at every size measured, smallest sizes first.
-
-        Sizes at which the rule's own kernel (recorded with an empty trace) is the best have none.
-        """
-        sizes = {canonical(r.sizes): r.sizes for r in self.history(key, target)}
-        found = [self.best(key, size, target, admits) for size in sizes.values()]
-        tuned = [r for r in found if r is not None and r.trace != []]
-        return sorted(tuned, key=lambda r: sorted(r.sizes.items()))
+        return sorted(ran, key=lambda r: (sorted(r.sizes.items()), r.median_us))
 
     def stats(
         self, target: Any, template_hashes: Mapping[str, str] | None = None
@@ -114,6 +115,17 @@ class Stores:
                 causes[record.error["cause"]] += 1
         status["bad_lines"] = sum(store.bad_lines for store in self.stores)
         return {"status": dict(status), "causes": dict(causes)}
+
+
+def best_by_size(timed: Iterable[Record]) -> list[Record]:
+    """Return the first record at each of the sizes of ``Stores.timed``.
+
+    Sizes at which the rule's own kernel (recorded with an empty trace) is the best have none.
+    """
+    first: dict[str, Record] = {}
+    for record in timed:
+        first.setdefault(canonical(record.sizes), record)
+    return [record for record in first.values() if record.trace != []]
 
 
 def state(record: Record, mine: Mapping[str, Any], hashes: Mapping[str, str]) -> str:

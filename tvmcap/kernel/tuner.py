@@ -16,11 +16,11 @@ from tvmcap.base.config import Config
 from tvmcap.base.errors import TuneError
 from tvmcap.kernel import remote, tasks
 from tvmcap.kernel.confirming import CONFIRMED, confirm
-from tvmcap.kernel.entries import Entry, Sessions, choose, open_entries
+from tvmcap.kernel.entries import Entry, Sessions, choose, following, open_entries, outcomes
 from tvmcap.kernel.interrupt import interruptible
 from tvmcap.kernel.measure import Measurement, Measurer
 from tvmcap.kernel.records import Record
-from tvmcap.kernel.results import Progress, TaskResult, TuneRun, all_failed, by_numbers
+from tvmcap.kernel.results import Progress, TuneRun, all_failed
 from tvmcap.kernel.runner import Runner, WorkloadError
 from tvmcap.kernel.search import Proposal
 from tvmcap.kernel.stores import Stores
@@ -128,6 +128,7 @@ class Run:
             each = (time.monotonic() - self.start) / self.trials
             left_s = self.left_s() - self._confirming_s(measurer)
             left = max(1, min(left, int(left_s / each)))
+        self._ahead(entries, left)
         measurer.build([], [entry.session.workload for entry in entries])  # while evolution runs
         batches: list[tuple[Entry, list[Proposal]]] = []
         for entry in entries:
@@ -136,6 +137,7 @@ class Run:
             left -= len(proposals)
             if proposals:
                 batches.append((entry, proposals))
+        self._ahead(following(self.entries, [e for e, _ in batches], measurer), left)
         measurer.build([p.candidate for _, proposals in batches for p in proposals])
         for entry in self.entries:
             self._think(entry.session.settle)
@@ -144,6 +146,13 @@ class Run:
         for (entry, proposals), measured, us in zip(batches, results, before, strict=True):
             if measured:
                 self._batch(entry, proposals, measured, us)
+
+    def _ahead(self, entries: Sequence[Entry], left: int) -> None:
+        """Let sessions look for as many of ``left`` candidates as they are asked for next."""
+        for entry in entries:
+            if count := min(entry.batch, left):
+                self._think(entry.session.ahead, count)
+                left -= count
 
     def measure(
         self, measurer: Measurer, batches: Sequence[tuple[Entry, list[Proposal]]]
@@ -284,14 +293,8 @@ class Run:
 
     def result(self) -> TuneRun:
         """Return what came of the run."""
-        results = []
-        for e in sorted(self.entries, key=lambda e: by_numbers(e.session.name)):
-            best = e.session.best()
-            after, candidate = (None, None) if best is None else (best.median_us, best.candidate)
-            before = None if e.before is None else e.session.latest()[e.before].median_us
-            results.append(TaskResult(e.session.name, before, after, e.trials, candidate))
         return TuneRun(
-            results=tuple(results),
+            results=outcomes(self.entries),
             trials=self.trials,
             failures=dict(self.failures),
             seconds=time.monotonic() - self.start,

@@ -16,8 +16,8 @@ MAX_VARIANTS = 16
 _PRICE = 0.05
 """What one more kernel must save: the sum over rows of the share of time lost."""
 _LEAST = {"measured": 0.2, "chosen": 0.1, "expected": 0.01}
-"""What a setting is taken to lose at least at a size where another was measured to be the best, was
-chosen by a model, or is the estimate's first."""
+"""What a setting that was not timed at a size is taken to lose there at least, where another was
+measured to be the best, was chosen by a model, or is the estimate's first."""
 _MEASURED = 4.0
 """How much more a loss counts at a size that was measured."""
 _WORST = 3.0
@@ -57,35 +57,72 @@ def by_estimate(task: Task, rows: Sequence[int], target: Any) -> dict[int, Any]:
 
 def assign(
     task: Task,
-    tuned: Mapping[int, Any],
+    timed: Mapping[int, Mapping[Any, float]],
     chosen: Mapping[int, Any],
     target: Any,
 ) -> Ranges:
     """Divide the rows among at most ``MAX_VARIANTS`` settings, so that little is lost.
 
-    ``tuned`` has the settings of sizes that were measured, ``chosen`` a model's for others; between
-    them the template's estimate picks, and says what a setting loses against another. A range ends
-    where its setting is expected to be no faster than the next range's.
+    ``timed`` has the microseconds of settings at sizes that were measured, ``chosen`` a model's
+    setting for others; between them the template's estimate picks, of what was timed on both sides
+    where they are close. A range ends where its setting is expected to be no faster than the next
+    range's.
     """
-    missing = [n for n in grid(task) if n not in tuned and n not in chosen]
-    wanted = by_estimate(task, missing, target) | dict(chosen) | dict(tuned)
+    known = {n: dict(times) for n, times in timed.items()}
+    for n in grid(task):
+        if n not in timed and n not in chosen:
+            known[n] = _between(task, n, timed, target)
+    best = {n: min(times, key=times.__getitem__) for n, times in known.items() if times}
+    missing = [n for n, times in known.items() if not times]
+    wanted = by_estimate(task, missing, target) | dict(chosen) | best
     rows = sorted(wanted)
     points = list(dict.fromkeys(wanted[n] for n in rows))
-    index = {knobs: i for i, knobs in enumerate(points)}
     losses = np.empty((len(rows), len(points)))
     for i, n in enumerate(rows):
-        own = index[wanted[n]]
+        kind = "measured" if n in timed else "chosen" if n in chosen else "expected"
         us = _times(task, n, points, target)
-        kind = "measured" if n in tuned else "chosen" if n in chosen else "expected"
-        factor = _MEASURED if n in tuned else 1.0
-        losses[i] = np.maximum(factor * np.minimum(us / us[own] - 1.0, _WORST), _LEAST[kind])
-        losses[i, own] = 0.0
+        losses[i] = _losses(wanted[n], points, us, known.get(n, {}), kind)
     parts = _divide(losses)
     ranges: Ranges = []
     for (_, last, at), (after, _, other) in itertools.pairwise(parts):
         pair = (points[at], points[other])
         ranges.append((_bound(task, rows[last], rows[after], pair, target), points[at]))
     return [*ranges, (None, points[parts[-1][2]])]
+
+
+def _losses(own: Any, points: Sequence[Any], us: Any, known: Mapping[Any, float], kind: str) -> Any:
+    """Return the share of time that each setting loses against ``own``, weighted.
+
+    By the estimates ``us`` and no less than the kind's least, or by what is ``known`` of both.
+    """
+    factor = _MEASURED if kind == "measured" else 1.0
+    at = points.index(own)
+    losses = np.maximum(factor * np.minimum(us / us[at] - 1.0, _WORST), _LEAST[kind])
+    for i, knobs in enumerate(points):
+        if knobs in known and own in known:
+            losses[i] = factor * (known[knobs] / known[own] - 1.0)
+    losses[at] = 0.0
+    return losses
+
+
+def _between(
+    task: Task, rows: int, timed: Mapping[int, Mapping[Any, float]], target: Any
+) -> dict[Any, float]:
+    """Return microseconds of what was timed at both neighbours, an octave apart at most.
+
+    They are the estimate's, times what it was wrong by there, interpolated.
+    """
+    low = max((n for n in timed if n < rows), default=0)
+    high = min((n for n in timed if n > rows), default=0)
+    both = [knobs for knobs in timed.get(low, {}) if knobs in timed.get(high, {})]
+    if not both or high > 2 * low:
+        return {}
+    at, a, b = (np.log(_times(task, n, both, target)) for n in (rows, low, high))
+    wrong = (np.log([timed[n][knobs] for knobs in both]) - us for n, us in ((low, a), (high, b)))
+    share = math.log(rows / low) / math.log(high / low)
+    below, above = wrong
+    found = np.exp(at + (1 - share) * below + share * above)
+    return dict(zip(both, found.tolist(), strict=True))
 
 
 def halfway(first: Mapping[int, Any]) -> Ranges:

@@ -16,8 +16,9 @@ class Counts:
     copies: inputs copied because they were not contiguous or not aligned, in all threads.
     arena_bytes: memory of intermediates.
     growths: how often that memory, or an output kept for ``run``, had to be made larger.
-    captures, replays, updates, evictions: CUDA graphs recorded, launched, launched with other
-        addresses, and dropped for the limit of bytes.
+    captures, replays, updates, duplicates, evictions: CUDA graphs recorded, launched, updated for
+        other addresses, made executable once more for addresses that came back, and dropped for
+        the limit of bytes.
     graphs, graph_bytes: those alive.
     fallbacks: how often a call could not be replayed, by the reason.
     """
@@ -28,6 +29,7 @@ class Counts:
     captures: int = 0
     replays: int = 0
     updates: int = 0
+    duplicates: int = 0
     evictions: int = 0
     graphs: int = 0
     graph_bytes: int = 0
@@ -49,6 +51,7 @@ def count(context: Any, copies: int) -> Counts:
         captures=graphs.captures,
         replays=graphs.replays,
         updates=graphs.updates,
+        duplicates=graphs.duplicates,
         evictions=graphs.evictions,
         graphs=len(graphs),
         graph_bytes=graphs.nbytes,

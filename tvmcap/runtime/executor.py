@@ -47,6 +47,7 @@ class Executor:
     device : index of the GPU, for a library built for one.
     manifest : what the file says, where that was read and checked before; it may name another
         entry.
+    ready : make the calling thread's memory now, and not at its first call.
 
     Raises
     ------
@@ -55,7 +56,12 @@ class Executor:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, device: int = 0, manifest: Manifest | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: int = 0,
+        manifest: Manifest | None = None,
+        ready: bool = True,
     ) -> None:
         self.path = Path(path)
         self.manifest = manifest or read_manifest(self.path)
@@ -72,7 +78,7 @@ class Executor:
         self._may_be_quick = self._plain and self._single and len(tell) == 1
         self._quick = self._may_be_quick
         self._contexts = Contexts(self._library, self.manifest)
-        self._threads = Threads(self._contexts)  # with this thread's memory, now and not at a call
+        self._threads = Threads(self._contexts, ready)
         self._buckets: Buckets | None = None
 
     @property
@@ -84,6 +90,11 @@ class Executor:
     def counts(self) -> Counts:
         """What the calls of the calling thread took beside kernels."""
         return count(self._threads.here, self.copies)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that all threads hold for intermediates."""
+        return self._contexts.arena_bytes
 
     def use_graphs(self, *, buckets: Sequence[int] = (), limit_bytes: int = LIMIT_BYTES) -> None:
         """Record calls as CUDA graphs, in every thread; see ``Compiled.use_graphs``."""

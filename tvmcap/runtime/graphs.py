@@ -2,7 +2,8 @@
 
 One graph serves one set of sizes. It is recorded when the sizes are seen for the second time, and
 replayed from then on; where an address differs from the last call's, the kernels that hold it are
-updated first, so that nothing is copied. Graphs unused for longest go first when they pass the
+updated first, so that nothing is copied. Addresses that come back get an executable copy of the
+graph for themselves, which needs no update. Graphs unused for longest go first when they pass the
 limit of bytes. A call that cannot be recorded runs as it would have without, and ``fallbacks``
 counts why.
 """
@@ -23,6 +24,10 @@ from tvmcap.runtime.patches import NotUnderstoodError, Slot, learn
 LIMIT_BYTES = 64 << 20
 #: Sizes remembered as seen once.
 _SEEN_KEPT = 4096
+#: Executables of one graph, each for addresses of its own, that are made in its life at most.
+_DUPLICATES = 16
+#: Sets of addresses remembered as met once.
+_MET_KEPT = 64
 #: How far the second capture moves the first tensor; each next one moves that much more.
 _MOVE = 4096
 #: Bytes of a TVMFFIObject; after it a tensor's DLTensor begins, with its address (c_api.h).
@@ -37,18 +42,22 @@ class Entry:
 
     Attributes
     ----------
-    replay: the executable graph; 0 where the call cannot be recorded.
-    addresses: of inputs and outputs, as the graph has them now.
+    replays: executable graphs by the addresses of inputs and outputs that they hold; none where
+        the call cannot be recorded.
+    movable: the addresses of the one that is updated for others.
+    met: addresses for which it was.
     users: for each tensor, the kernels and slots that hold its address; None where only the
-        ``addresses`` of the capture serve.
+        addresses of the capture serve.
     reason: why there is no graph, or no other addresses.
     """
 
     def __init__(self, reason: str = "") -> None:
-        self.replay = 0
         self.graph = 0
-        self.addresses: tuple[int, ...] = ()
+        self.replays: dict[tuple[int, ...], int] = {}
+        self.movable: tuple[int, ...] = ()
+        self.met: dict[tuple[int, ...], None] = {}
         self.users: list[list[tuple[Node, list[Slot]]]] | None = None
+        self.nodes = 1
         self.nbytes = 0
         self.reason = reason
 
@@ -65,7 +74,7 @@ class Graphs:
         self._last: Entry | None = None
         self._launch = cuda.launch_raw
         self.nbytes = 0
-        self.captures = self.replays = self.updates = self.evictions = 0
+        self.captures = self.replays = self.updates = self.duplicates = self.evictions = 0
         self.fallbacks: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -88,13 +97,14 @@ class Graphs:
             entry = self._first_calls(plan, addresses, values, targets)
             if entry is None:
                 return False
-        if not entry.replay or (addresses != entry.addresses and not self._move(entry, addresses)):
+        replay = entry.replays.get(addresses) or self._other(entry, addresses)
+        if not replay:
             self.fallbacks[entry.reason] += 1
             return False
         if entry is not self._last:
             self._entries.move_to_end(plan)
             self._last = entry
-        status = self._launch(entry.replay, stream)
+        status = self._launch(replay, stream)
         if status:
             self._cuda.check(status, "cudaGraphLaunch")
         self.replays += 1
@@ -137,14 +147,15 @@ class Graphs:
                 entry.users = _by_tensor(nodes, slots, len(tensors))
             except (CaptureError, NotUnderstoodError) as e:
                 nodes, entry.reason = [], f"other addresses cannot be used: {e}"
-            replay, entry.nbytes = cuda.instantiate(graph, stream, max(1, len(nodes)))
-            entry.replay = replay.value or 0
+            entry.nodes = max(1, len(nodes))
+            replay, entry.nbytes = cuda.instantiate(graph, stream, entry.nodes)
+            entry.replays[addresses] = replay.value or 0
         except BaseException:
             cuda.destroy(ctypes.c_void_p(entry.graph), ctypes.c_void_p(0))
             raise
         finally:
             cuda.destroy_stream(stream)
-        entry.addresses = addresses
+        entry.movable = addresses
         self.captures += 1
         return entry
 
@@ -167,23 +178,56 @@ class Graphs:
         first = [node.kernel for node in nodes]
         return learn(first, second, addresses, places, cuda.with_address)
 
-    def _move(self, entry: Entry, addresses: tuple[int, ...]) -> bool:
-        """Put new addresses into the kernels that hold them; False where that is not possible."""
+    def _other(self, entry: Entry, addresses: tuple[int, ...]) -> int:
+        """Return an executable graph for addresses that none has yet; 0 where that is impossible.
+
+        It is the movable one, but for addresses met before a new one, which is movable from then
+        on.
+        """
         if entry.users is None:
-            return False
+            return 0
+        old: Sequence[int] = entry.movable
+        room = len(entry.replays) < _DUPLICATES and self.nbytes < self._limit
+        if addresses in entry.met and room:
+            replay, old = self._duplicate(entry), (-1,) * len(addresses)
+        else:
+            if len(entry.met) >= _MET_KEPT:
+                entry.met.clear()
+            entry.met[addresses] = None
+            replay = entry.replays.pop(entry.movable)
+            self.updates += 1
+        self._update(entry, replay, old, addresses)
+        entry.replays[addresses], entry.movable = replay, addresses
+        return replay
+
+    def _duplicate(self, entry: Entry) -> int:
+        """Make a further executable of a graph."""
+        stream = self._cuda.new_stream()
+        try:
+            graph = ctypes.c_void_p(entry.graph)
+            replay, nbytes = self._cuda.instantiate(graph, stream, entry.nodes)
+        finally:
+            self._cuda.destroy_stream(stream)
+        entry.nbytes += nbytes
+        self.nbytes += nbytes
+        self.duplicates += 1
+        return replay.value or 0
+
+    def _update(
+        self, entry: Entry, replay: int, old: Sequence[int], addresses: Sequence[int]
+    ) -> None:
+        """Put addresses into the kernels of an executable graph, where they are not the old."""
         changed: dict[Node, None] = {}
         write = self._cuda.write
-        for users, old, new in zip(entry.users, entry.addresses, addresses, strict=True):
-            if old != new:
+        for users, was, new in zip(entry.users or (), old, addresses, strict=True):
+            if was != new:
                 for node, slots in users:
                     for slot in slots:
                         write(node, slot, new)
                     changed[node] = None
+        handle = ctypes.c_void_p(replay)
         for node in changed:
-            self._cuda.update(ctypes.c_void_p(entry.replay), node)
-        entry.addresses = addresses
-        self.updates += 1
-        return True
+            self._cuda.update(handle, node)
 
     def _evict(self, plan: Plan, entry: Entry) -> None:
         self.nbytes -= entry.nbytes
@@ -193,7 +237,9 @@ class Graphs:
     def _destroy(self, entry: Entry) -> None:
         if entry is self._last:
             self._last = None
-        self._cuda.destroy(ctypes.c_void_p(entry.graph), ctypes.c_void_p(entry.replay))
+        for replay in entry.replays.values():
+            self._cuda.destroy(ctypes.c_void_p(0), ctypes.c_void_p(replay))
+        self._cuda.destroy(ctypes.c_void_p(entry.graph), ctypes.c_void_p(0))
 
     def __del__(self) -> None:
         """Free what a thread that ended leaves behind."""

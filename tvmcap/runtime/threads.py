@@ -1,4 +1,4 @@
-"""Threads: one context each, made at the first call of a thread, on code and weights of all."""
+"""Threads: one context each, made when a thread first needs it, on code and weights of all."""
 
 from __future__ import annotations
 
@@ -54,6 +54,11 @@ class Contexts:
             context.use_graphs(limit_bytes)
         self._graph_bytes = limit_bytes
 
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that the contexts hold for intermediates."""
+        return sum(context.arena.nbytes for context in list(self._all))
+
     def check(self) -> None:
         """Raise LibraryError where no call is possible any more."""
         if self._refusal:
@@ -79,22 +84,27 @@ class Contexts:
         self._machine = None
 
 
-class _Left:
-    """What is found where a thread has no context any more: the reason, as LibraryError."""
+class _Missing:
+    """What is found where a thread has no context: a new one, or the reason, as LibraryError."""
 
-    def __get__(self, threads: Threads, _: type) -> NoReturn:
-        threads.contexts.check()
-        raise AttributeError("here")
+    def __get__(self, threads: Threads, _: type) -> CpuContext | CudaContext:
+        threads.here = threads.contexts.new(threads)
+        return threads.here
 
 
 class Threads(threading.local):
-    """``here`` is the context of the calling thread; LibraryError once calls are refused."""
+    """``here`` is the context of the calling thread, made when it is first looked at.
 
-    here: CpuContext | CudaContext = _Left()  # type: ignore[assignment]  # a thread's own hides it
+    LibraryError once calls are refused. With ``ready`` that of the thread that makes this object is
+    made at once.
+    """
 
-    def __init__(self, contexts: Contexts) -> None:
+    here: CpuContext | CudaContext = _Missing()  # type: ignore[assignment]  # hidden by a thread's
+
+    def __init__(self, contexts: Contexts, ready: bool = True) -> None:
         self.contexts = contexts
-        self.here = contexts.new(self)
+        if ready:
+            self.here = contexts.new(self)
 
     def leave(self) -> None:
         """Have no ``here`` in the calling thread any more.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,61 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.manifest import Manifest
-from tvmcap.base.signature import TensorSpec, evaluate, unflatten
+from tvmcap.base.signature import evaluate, unflatten
 from tvmcap.base.training import DrawSpec, Entry, Training
 from tvmcap.runtime.binding import flatten_call
 from tvmcap.runtime.executor import Executor
-from tvmcap.runtime.trace import Trace
-
-
-class GraphCall:
-    """One entry of a library, called as the graph it was made of: tensors and sizes, in order."""
-
-    def __init__(self, executor: Executor, entry: Entry, device: torch.device) -> None:
-        self.executor, self.entry, self._device = executor, entry, device
-        self._tensors = [i for i, port in enumerate(entry.inputs) if port.kind == "tensor"]
-        self._sizes = {
-            str(port.size): i for i, port in enumerate(entry.inputs) if port.kind == "size"
-        }
-        self._sized = [str(port.size) for port in entry.inputs if port.kind == "sized"]
-
-    def __call__(self, *values: Any) -> list[Any]:
-        """Run on the graph's inputs and return the graph's outputs."""
-        results = self.executor(*self.tensors(values))
-        dims: dict[str, int] | None = None
-        out: list[Any] = []
-        for port in self.entry.outputs:
-            if port.kind == "tensor":
-                out.append(results[port.index])
-            elif port.kind == "input":
-                out.append(values[port.index])
-            elif port.kind == "size":
-                dims = dims or self._dims(values)
-                out.append(evaluate(port.size, dims))
-            else:
-                out.append(None)
-        return out
-
-    def tensors(self, values: Sequence[Any]) -> list[Any]:
-        """Return the tensors that the entry takes for the graph's inputs."""
-        found = [values[i] for i in self._tensors]
-        for size in self._sized:
-            number = int(values[self._sizes[size]])
-            found.append(torch.empty((number,), dtype=torch.uint8, device=self._device))
-        return found
-
-    def _dims(self, values: Sequence[Any]) -> dict[str, int]:
-        return dims_of(self.entry.signature.inputs, self.tensors(values))
-
-
-def dims_of(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Return the sizes of the symbolic dimensions that the shapes of inputs tell."""
-    return {
-        size: int(got)
-        for spec, tensor in zip(specs, tensors, strict=True)
-        for size, got in zip(spec.shape, tensor.shape, strict=True)
-        if isinstance(size, str)
-    }
+from tvmcap.runtime.graph_call import GraphCall, dims_of
+from tvmcap.runtime.trace import Trace, Watch
 
 
 def _of_entry(manifest: Manifest, name: str, entry: Entry) -> Manifest:
@@ -93,7 +45,13 @@ class TrainingExecutor:
         self.device = torch.device("cuda", device) if kind == "cuda" else torch.device("cpu")
         self.forward, self.backward = (
             GraphCall(
-                Executor(path, device=device, manifest=_of_entry(manifest, name, entry)),
+                # on a GPU autograd calls the backward entry from a thread of its own
+                Executor(
+                    path,
+                    device=device,
+                    manifest=_of_entry(manifest, name, entry),
+                    ready=name == "forward",
+                ),
                 entry,
                 self.device,
             )
@@ -131,6 +89,11 @@ class TrainingExecutor:
     def copies(self) -> int:
         """Inputs copied so far because they were not contiguous or not aligned."""
         return self.forward.executor.copies + self.backward.executor.copies
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that both entries hold for intermediates, in all threads."""
+        return self.forward.executor.arena_bytes + self.backward.executor.arena_bytes
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run the function; see ``call``."""
@@ -181,9 +144,12 @@ class TrainingExecutor:
     def _draw(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self.training.draws:
             return []
-        known = self.training.forward.signature.inputs
-        dims = dims_of(known[: len(inputs)], inputs)
+        dims = self._dims(inputs)
         return [draw(spec, dims, self.device) for spec in self.training.draws]
+
+    def _dims(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+        known = self.training.forward.signature.inputs
+        return dims_of(known[: len(inputs)], inputs)
 
     def split(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
         """Part the forward graph's results into its outputs and what the backward graph takes."""
@@ -200,12 +166,43 @@ class TrainingExecutor:
 
         ``inputs`` are the tensors of a call: parameters and buffers, then the arguments'.
         """
-        inputs = [t.detach() for t in inputs]
-        values = [*inputs, *self._draw(inputs)]
+        values = self._drawn(inputs)
         first = self.forward.executor.trace(*self.forward.tensors(values))
-        outputs, saved = self.split(self.forward(*values))
-        values = [*saved, *(torch.ones_like(outputs[i]) for i in self.training.tangents)]
+        values = self._after(self.forward(*values))
         return first, self.backward.executor.trace(*self.backward.tensors(values))
+
+    def _drawn(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the forward graph takes for the tensors of a call."""
+        inputs = [t.detach() for t in inputs]
+        return [*inputs, *self._draw(inputs)]
+
+    def _after(self, results: list[Any]) -> list[Any]:
+        """Return what the backward graph takes after the forward one, for gradients of ones."""
+        outputs, saved = self.split(results)
+        return [*saved, *(torch.ones_like(outputs[i]) for i in self.training.tangents)]
+
+    def step(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run both entries on the calling thread; returns the gradients of a sum of the outputs.
+
+        They are those of the inputs ``training.grads``. Autograd has no part in it, and buffers
+        stay as they are.
+        """
+        inputs = self.inputs(args, kwargs)
+        found = self.backward(*self._after(self.forward(*self._drawn(inputs))))
+        return [found[i] for i in self.training.grads]
+
+    def sizes(self, *args: Any, **kwargs: Any) -> Mapping[str, int]:
+        """Return the symbolic sizes of a call, without running it."""
+        return self._dims(self.inputs(args, kwargs))
+
+    @contextlib.contextmanager
+    def watched(self, before: Watch, after: Watch) -> Iterator[None]:
+        """Call both with the name of each kernel that this thread launches, of both entries."""
+        with (
+            self.forward.executor.watched(before, after),
+            self.backward.executor.watched(before, after),
+        ):
+            yield
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
         """Run both entries once; the kernels of both, and the larger peak of intermediates."""

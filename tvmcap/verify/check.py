@@ -1,9 +1,10 @@
 """``verify``: run a library and the PyTorch code on seeded inputs, and hold the error to a budget.
 
 The budget is that of ``base.numerics``: twice eager's own largest error plus one ulp. Where the
-library may use tf32, eager's products are in tf32 too. Largest
-errors of few elements are partly luck, so a set that fails is drawn three more times, and the
-largest errors of ours and of eager are compared over all draws.
+library may use tf32, eager's products are in tf32 too. Largest errors of few elements are partly
+luck: where a set fails, eager's is the largest of several runs that round otherwise
+(``verify.rounding``). A set that fails then is drawn three more times, and the largest errors of
+ours and of eager are compared over all draws.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tvmcap.base.errors import TvmcapError, VerifyError
 from tvmcap.base.numerics import Array, Comparison, compare, to_numpy
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
 from tvmcap.verify.accuracy import hold
+from tvmcap.verify.again import NoReference, check_redrawn
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.reference import (
     in_parts,
@@ -29,13 +31,11 @@ from tvmcap.verify.reference import (
     run_reference,
 )
 from tvmcap.verify.result import Check, VerifyReport
+from tvmcap.verify.rounding import rounded
 
 log = logging.getLogger("tvmcap")
 
 Progress = Callable[[int, int, str], None]
-_REDRAWS = 3
-#: A failure by more than this is no luck: it is not drawn again.
-_HOPELESS = 16.0
 
 
 def verify(
@@ -159,6 +159,11 @@ class Subject:
         result = self.call(self.ours, [t.to(self.device) for t in leaves])
         return [to_numpy(t) for t in flatten(self.signature.out_tree, result)]
 
+    def run_eager(self, leaves: list[torch.Tensor]) -> list[Array]:
+        """Run the PyTorch code as it is; its outputs on the host."""
+        result = run_eager(self.call, (self.eager, leaves), {}, self.tf32)
+        return [to_numpy(t) for t in flatten(self.signature.out_tree, result)]
+
     def run_reference(
         self, leaves: list[torch.Tensor], eager: list[Array], sizes: Mapping[str, int]
     ) -> list[Array]:
@@ -211,41 +216,18 @@ def _home(
 
 
 def check_set(subject: Subject, chosen: InputSet) -> Check:
-    """Compare on one set of inputs; draw it again where a failure may be luck."""
-    return check_redrawn(lambda inputs: _compare_once(subject, inputs), chosen)
+    """Compare on one set of inputs; again where a failure may be luck."""
+    return check_redrawn(lambda inputs, runs: _compare_once(subject, inputs, runs), chosen)
 
 
-def check_redrawn(once: Callable[[InputSet], tuple[Comparison, ...]], chosen: InputSet) -> Check:
-    """Compare with ``once`` on a set of inputs, and on others like it where a failure may be luck.
-
-    ``once`` raises NoReference where there is nothing to compare with.
-    """
-    start = time.monotonic()
-    kind, sizes = chosen.kind, chosen.sizes
-    draws = 1
-    try:
-        outputs = once(chosen)
-        while draws <= _REDRAWS and _worth_redrawing(outputs):
-            again = once(replace(chosen, seed=chosen.seed + 7919 * draws))
-            outputs = tuple(pool(a, b) for a, b in zip(outputs, again, strict=True))
-            draws += 1
-    except NoReference as e:
-        return Check(kind, sizes, skipped=str(e), seconds=time.monotonic() - start)
-    return Check(kind, sizes, outputs, draws=draws, seconds=time.monotonic() - start)
-
-
-class NoReference(Exception):
-    """PyTorch cannot run these inputs, or not in higher precision: nothing to compare with."""
-
-
-def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
+def _compare_once(subject: Subject, chosen: InputSet, runs: int) -> tuple[Comparison, ...]:
     leaves = draw(subject.signature, chosen, subject.example, subject.fixed)
     home = [t.to(subject.eager_device) for t in leaves]
     versions = [t._version for t in home]
     try:
         what = "PyTorch refuses these inputs"
-        result = run_eager(subject.call, (subject.eager, home), {}, subject.tf32)
-        eager = [to_numpy(t) for t in flatten(subject.signature.out_tree, result)]
+        eager = subject.run_eager(home)
+        others = rounded(lambda: subject.run_eager(home), runs)
         what = "PyTorch cannot compute a higher-precision reference"
         wide = subject.run_reference(home, eager, chosen.sizes)
     except TvmcapError:
@@ -259,32 +241,9 @@ def _compare_once(subject: Subject, chosen: InputSet) -> tuple[Comparison, ...]:
     ours = subject.run_ours(leaves)
     specs = subject.signature.outputs
     found = [
-        compare(o, r, e, name=s.name, dtype=s.dtype)
-        for o, r, e, s in zip(ours, wide, eager, specs, strict=True)
+        compare(o, r, e, name=s.name, dtype=s.dtype, others=[other[i] for other in others])
+        for i, (o, r, e, s) in enumerate(zip(ours, wide, eager, specs, strict=True))
     ]
     if subject.floor_db is not None:
         found = [hold(*x, subject.floor_db) for x in zip(found, ours, wide, strict=True)]
     return tuple(found)
-
-
-def _worth_redrawing(outputs: Sequence[Comparison]) -> bool:
-    failed = [o for o in outputs if not o.ok]
-    lucky = all(o.misplaced == 0 and o.max_abs <= _HOPELESS * o.budget for o in failed)
-    return bool(failed) and lucky
-
-
-def pool(a: Comparison, b: Comparison) -> Comparison:
-    """Combine two draws: the largest error of ours against the largest of eager's."""
-    worse = a if a.max_abs - a.budget >= b.max_abs - b.budget else b
-    budget = worse.budget + 2 * (max(a.eager_abs, b.eager_abs) - worse.eager_abs)
-    ok = a.misplaced == b.misplaced == 0 and abs(worse.got - worse.want) <= budget
-    return replace(
-        worse,
-        max_abs=max(a.max_abs, b.max_abs),
-        max_rel=max(a.max_rel, b.max_rel),
-        max_ulps=max(a.max_ulps, b.max_ulps),
-        eager_abs=max(a.eager_abs, b.eager_abs),
-        budget=budget,
-        bad=0 if ok else max(a.bad, b.bad, 1),
-        misplaced=max(a.misplaced, b.misplaced),
-    )

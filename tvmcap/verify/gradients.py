@@ -1,6 +1,6 @@
 """``verify`` of a library with gradients: outputs and gradients against PyTorch in float64.
 
-The budget is that of ``base.numerics``: twice eager's own largest error plus one ulp. Random
+The budget is that of ``verify.check``: twice eager's own largest error plus one ulp. Random
 operators give eager, the reference and the library the same numbers.
 """
 
@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map
 from tvmcap.base.errors import VerifyError
 from tvmcap.base.numerics import Comparison, compare, to_numpy
 from tvmcap.base.signature import flatten, unflatten
-from tvmcap.verify.check import NoReference, check_redrawn
+from tvmcap.verify.again import NoReference, check_redrawn
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.result import VerifyReport
+from tvmcap.verify.rounding import rounded
 
 _SETS = 3
 """Sets of inputs that are checked: the example's sizes, large magnitudes, other sizes."""
@@ -48,7 +49,7 @@ def verify_gradients(
     chosen = [s for s in sets if s.kind in ("normal", "large")][: None if sizes else _SETS]
     return VerifyReport(
         tuple(
-            check_redrawn(lambda s: _compare_once(subject, signature, s, example), one)
+            check_redrawn(lambda s, n: _compare_once(subject, signature, s, example, n), one)
             for one in chosen
         ),
         "float64",
@@ -161,7 +162,11 @@ class _Subject:
 
 
 def _compare_once(
-    subject: _Subject, signature: Any, chosen: InputSet, example: Sequence[torch.Tensor] | None
+    subject: _Subject,
+    signature: Any,
+    chosen: InputSet,
+    example: Sequence[torch.Tensor] | None,
+    runs: int,
 ) -> tuple[Comparison, ...]:
     leaves = [t.to(subject.device) for t in draw(signature, chosen, example)]
     with _seeded(chosen.seed):
@@ -171,6 +176,12 @@ def _compare_once(
         what = "PyTorch refuses these inputs"
         with _seeded(chosen.seed), _Record(drawn):
             eager = subject.eager(leaves, tangents, None)
+
+        def again() -> list[Any]:
+            with _seeded(chosen.seed):
+                return subject.eager(leaves, tangents, None)
+
+        others = rounded(again, runs)
         what = "PyTorch cannot compute a float64 reference; build with verify=False"
         with _Replay(drawn):
             wide = subject.eager(leaves, tangents, torch.float64)
@@ -179,8 +190,10 @@ def _compare_once(
     with _seeded(chosen.seed):
         ours = subject.ours(leaves, tangents)
     return tuple(
-        compare(o, w, e, name=name, dtype=dtype)
-        for (name, dtype), o, w, e in zip(_labels(subject), ours, wide, eager, strict=True)
+        compare(o, w, e, name=name, dtype=dtype, others=[other[i] for other in others])
+        for i, ((name, dtype), o, w, e) in enumerate(
+            zip(_labels(subject), ours, wide, eager, strict=True)
+        )
     )
 
 
