@@ -92,7 +92,7 @@ def test_replayed_calls_are_right_at_changing_addresses(block: Path, rows: int) 
             torch.testing.assert_close(out, models.gelu_tanh(x, w, b), **CLOSE)
     counts = lib.counts
     assert counts.captures == 1 and not counts.fallbacks, counts
-    assert counts.replays == 17 and counts.updates >= 15, counts
+    assert counts.replays == 17 and counts.updates >= 5 and counts.duplicates >= 4, counts
 
 
 def test_new_outputs_and_mixed_sizes(block: Path) -> None:

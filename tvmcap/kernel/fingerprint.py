@@ -87,7 +87,7 @@ def _gpu(kind: str) -> dict[str, Any]:
     device = tvm.device(kind, 0)
     if not device.exist:
         return {"name": None, "units": None, "memory_gib": None}
-    memory = device.total_global_memory
+    memory = device.total_global_memory  # starts CUDA, which the driver's name needs
     return {
         "name": str(device.device_name),
         "units": int(device.multi_processor_count),

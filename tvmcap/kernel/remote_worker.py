@@ -206,10 +206,11 @@ def _machine(session: Session, name: str, threads: int) -> dict[str, Any]:
     if name == "cpu":
         session.remote.get_function("runtime.config_threadpool")(1, threads)
         return {"name": None, "units": None, "memory_gib": None}
+    memory = session.device.total_global_memory  # starts CUDA, which the driver's name needs
     return {
         "name": str(session.device.device_name),
         "units": int(session.device.multi_processor_count),
-        "memory_gib": round(session.device.total_global_memory / 2**30),
+        "memory_gib": round(memory / 2**30),
     }
 
 
