@@ -61,6 +61,26 @@ def test_gradients_in_16_bits_are_within_twice_eagers_error(case: str) -> None:
     tvmcap.verify(build(fn, args, dynamic), seed=torch.seed() % 1000).require()
 
 
+class _TwoBiases(nn.Module):
+    """Both biases have the same gradient, and the result is saved for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.a + self.b)
+
+
+def test_one_gradient_of_two_parameters_and_a_result_that_is_saved() -> None:
+    module, x = _TwoBiases(), torch.randn(3, 4)
+    lib = build(module, (x.requires_grad_(),))
+    ours, eager = gradients(module, lib, x), gradients(module, module, x)
+    for mine, wanted in zip(ours, eager, strict=True):
+        torch.testing.assert_close(mine, wanted)
+    assert ours[-1].data_ptr() != ours[-2].data_ptr()
+
+
 @pytest.mark.parametrize("batch", [1, 6, 130])
 def test_dropout_is_what_eager_draws_under_the_same_seed(trained: Any, batch: int) -> None:
     lib, module = trained

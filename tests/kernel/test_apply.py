@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -110,6 +112,20 @@ def test_the_order_of_records_does_not_matter(module, task, settings) -> None:
     names = [g.name_hint for g in done.functions if g.name_hint.endswith("_upto45")]
     assert len(names) == 1
     check(done, (1, 16, 45, 46, 50))
+
+
+def test_where_the_reduction_varies_its_largest_size_decides(task, settings) -> None:
+    """A weight's gradient sums over the rows: the number of its own is fixed."""
+    made = [
+        replace(record(task, 16, us, settings[k]), sizes={"rows": 16, "s0": size})
+        for size, k, us in ((1, 0, 1.0), (1, 1, 2.0), (2048, 1, 30.0), (2048, 2, 20.0))
+    ]
+    for order in (made, made[::-1]):
+        times = apply._times(task, order)
+        assert list(times) == [16] and list(times[16].items()) == [
+            (settings[2], 20.0),
+            (settings[1], 30.0),
+        ]
 
 
 def test_equal_neighbours_share_a_kernel(module, task, settings) -> None:

@@ -55,6 +55,21 @@ def test_outputs_are_written_in_place() -> None:
     np.testing.assert_allclose(third, x.astype(np.float64) @ w @ w @ w, atol=1e-4)
 
 
+@pytest.mark.parametrize("view_first", [True, False])
+def test_an_output_and_a_view_of_it_are_two_tensors(view_first: bool) -> None:
+    def make(b, x, w):
+        product = b.emit(relax.op.matmul(x, w))
+        view = b.emit(relax.op.reshape(product, (3, 8)))
+        return [view, product] if view_first else [product, view]
+
+    done = planned(module(make, (6, 4), (4, 4)))
+    x, w = numbers(6, 4), numbers(4, 4)
+    shapes = [(3, 8), (6, 4)] if view_first else [(6, 4), (3, 8)]
+    wanted = x.astype(np.float64) @ w
+    for got, shape in zip(run(machine(done), [x, w], shapes), shapes, strict=True):
+        np.testing.assert_allclose(got, wanted.reshape(shape), atol=1e-5)
+
+
 def test_a_reshaped_output_is_written_through_a_view() -> None:
     def make(b, x, w):
         product = b.emit(relax.op.matmul(x, w))

@@ -181,10 +181,7 @@ def _choose(
 ) -> variants.Ranges:
     """Knobs by range of rows: of the record at a size, else the model's, else by estimate."""
     chosen = {} if choice is None else dict(choice.knobs)
-    times: dict[int, dict[Any, float]] = {}
-    for r in timed:
-        knobs = task.template.knobs_from_json(r.candidate)
-        times.setdefault(r.sizes["rows"], {})[knobs] = r.median_us or 0.0
+    times = _times(task, timed)
     tuned = {rows: next(iter(found)) for rows, found in times.items()}
     if isinstance(task.problem.rows, int):
         rows = task.problem.rows
@@ -198,6 +195,24 @@ def _choose(
     sizes = [task.record_sizes(sizes)["rows"] for sizes in task.sizes()]
     first = {n: next(k for b, k in defaults if b is None or n <= b) for n in sizes}
     return variants.halfway(first | chosen | tuned)
+
+
+def _times(task: tasks.Task, timed: list[Record]) -> dict[int, dict[Any, float]]:
+    """Microseconds of the settings timed at each number of rows, the fastest first.
+
+    Where another size varies too, as the reduction of a weight's gradient does, at its largest.
+    """
+    largest: dict[int, list[tuple[str, int]]] = {}
+    for record in timed:
+        rows, sizes = record.sizes["rows"], sorted(record.sizes.items())
+        largest[rows] = max(largest.get(rows, sizes), sizes)
+    times: dict[int, dict[Any, float]] = {}
+    for record in sorted(timed, key=lambda r: r.median_us or 0.0):
+        rows = record.sizes["rows"]
+        if sorted(record.sizes.items()) == largest[rows]:
+            knobs = task.template.knobs_from_json(record.candidate)
+            times.setdefault(rows, {})[knobs] = record.median_us or 0.0
+    return times
 
 
 def _nearest(tuned: dict[int, Any], rows: int) -> Any:

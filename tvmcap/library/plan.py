@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,23 +69,33 @@ def _read_with_outputs(
 ) -> tuple[_Program, dict[Any, int]]:
     """Read main; a reshape of what already belongs to another output stays a kernel."""
     copied: set[Any] = set()
+    aliases = {b.var: b.value for block in main.body.blocks for b in block.bindings}
     while True:
-        program, owned = _read(mod, main, copied), {}
-        clash = None
+        program, owned = _read(mod, main, copied), dict[Any, int]()
+        clash: list[Any] = []
         for i, var in enumerate(outputs):
             root = program.roots.get(var)
             if root is None or root in owned:
-                clash = var
+                clash = [var] if root is None else [var, outputs[owned[root]]]
                 break
             owned[root] = i
-        if clash is None:
+        if not clash:
             return program, owned
-        if clash in copied:
+        sources = (_source(aliases, var) for var in clash)
+        view = next((var for var in sources if var in program.views), None)
+        if view is None:
             raise ContractError(
-                f"plan: output {clash} of main is not a kernel's own output; "
+                f"plan: output {clash[0]} of main is not a kernel's own output; "
                 "the fuse pass ensures it"
             )
-        copied.add(clash)
+        copied.add(view)
+
+
+def _source(bindings: Mapping[Any, Any], var: Any) -> Any:
+    """Return the variable that another is a name for."""
+    while isinstance(bindings.get(var), relax.Var):
+        var = bindings[var]
+    return var
 
 
 def _read(mod: tvm.IRModule, main: Any, copied: set[Any]) -> _Program:
