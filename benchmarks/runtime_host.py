@@ -38,7 +38,7 @@ DTYPES = {"cuda": torch.bfloat16, "llvm": torch.float32}
 ROWS = {"cuda": 16, "llvm": 1}
 MOST_ROWS = 8192
 #: Calls between two synchronizations: far fewer than the device's queue holds.
-GROUP = 50
+GROUP = 200
 #: Pairs of input and output that the modes with changing addresses rotate through.
 ROTATED = 8
 
@@ -145,7 +145,7 @@ def host_times(calls: dict[str, Call], device: str, count: int) -> list[dict[str
             for name in names:
                 call, samples = calls[name], taken[name]
                 _synchronize(device)
-                for i in range(2):  # code and data of this mode back into the caches
+                for i in range(10):  # code and data of this mode back into the caches
                     call(i)
                 for i in range(GROUP):
                     start = clock()
