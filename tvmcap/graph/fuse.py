@@ -11,7 +11,7 @@ from tvm import relax, topi
 from tvmcap.base.errors import BuildError
 from tvmcap.graph.group import Graph, fuse_ops, join
 from tvmcap.graph.merge import Serves, merge
-from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
+from tvmcap.graph.rewrite import is_op, named_by, outputs_of, rebuild, values_of
 from tvmcap.graph.scalars import inline_scalars
 
 
@@ -83,7 +83,7 @@ def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
     A library writes its outputs into tensors of the caller, so each needs a kernel that writes it.
     """
     main = mod["main"]
-    values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+    values = values_of(main)
     seen, copied = set(), set()
     for i, output in enumerate(outputs_of(main)):
         result = _kernel_result(values, output)
@@ -103,8 +103,7 @@ def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _kernel_result(values: Mapping[Any, Any], var: Any) -> tuple[Any, int] | None:
     """Return the call that computes a variable and which of its results it is, or None."""
-    while isinstance(values.get(var), relax.Var):
-        var = values[var]
+    var = named_by(values, var)
     value = values.get(var)
     if isinstance(value, relax.TupleGetItem):
         return value.tuple_value, value.index

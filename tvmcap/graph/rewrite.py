@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -15,9 +15,21 @@ A variable that it returns stands for the value from there on.
 """
 
 
+def values_of(main: Any) -> dict[Any, Any]:
+    """Return the value of each variable that main binds."""
+    return {b.var: b.value for block in main.body.blocks for b in block.bindings}
+
+
+def named_by(values: Mapping[Any, Any], var: Any) -> Any:
+    """Return the variable that another is a name for, itself where it is none."""
+    while isinstance(values.get(var), relax.Var):
+        var = values[var]
+    return var
+
+
 def outputs_of(main: Any) -> list[Any]:
     """List what main returns, seen through aliases and tuples."""
-    values = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+    values = values_of(main)
     result = main.body.body
     while isinstance(values.get(result), relax.Var | relax.Tuple):
         result = values[result]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from tvm import relax, tirx
 from tvm.sym import Analyzer
 
 from tvmcap.base.errors import ContractError
-from tvmcap.graph.rewrite import is_op, outputs_of
+from tvmcap.graph.rewrite import is_op, named_by, outputs_of, values_of
 from tvmcap.library.storage import Slot, Storage, assign, split_bytes, unit_text
 
 
@@ -69,7 +68,7 @@ def _read_with_outputs(
 ) -> tuple[_Program, dict[Any, int]]:
     """Read main; a reshape of what already belongs to another output stays a kernel."""
     copied: set[Any] = set()
-    aliases = {b.var: b.value for block in main.body.blocks for b in block.bindings}
+    values = values_of(main)
     while True:
         program, owned = _read(mod, main, copied), dict[Any, int]()
         clash: list[Any] = []
@@ -81,21 +80,14 @@ def _read_with_outputs(
             owned[root] = i
         if not clash:
             return program, owned
-        sources = (_source(aliases, var) for var in clash)
-        view = next((var for var in sources if var in program.views), None)
+        named = (named_by(values, var) for var in clash)
+        view = next((var for var in named if var in program.views), None)
         if view is None:
             raise ContractError(
                 f"plan: output {clash[0]} of main is not a kernel's own output; "
                 "the fuse pass ensures it"
             )
         copied.add(view)
-
-
-def _source(bindings: Mapping[Any, Any], var: Any) -> Any:
-    """Return the variable that another is a name for."""
-    while isinstance(bindings.get(var), relax.Var):
-        var = bindings[var]
-    return var
 
 
 def _read(mod: tvm.IRModule, main: Any, copied: set[Any]) -> _Program:
