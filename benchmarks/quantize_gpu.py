@@ -6,9 +6,10 @@
 ``gelu_tanh(x @ w.T + b)`` on bf16 activations, which are quantized with a scale a row. ``build``
 needs no GPU; records of ``--logs``, the user's folder and the shipped ones decide the kernels.
 ``run`` checks and times, and writes after each row; rows that OUT has already, of the same source
-and with every baseline, are kept, so that a run can be split. Baselines: our bf16, torch.compile's
-max-autotune of quantize, ``torch._int_mm`` and the rest, and ``torch._scaled_mm`` of inputs that
-are in e4m3 already, without GELU.
+and with every baseline, are kept, so that a run can be split. Baselines: our bf16; torch.compile's
+max-autotune of quantize, ``torch._int_mm`` and the rest; without GELU, ``torch._scaled_mm`` of
+inputs that are in e4m3 already, and torch.compile's max-autotune of quantize and
+``torch._scaled_mm``.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ _COLUMNS = {
     "torch_compile_int8": "torch.compile int8",
     "scaled_mm": "_scaled_mm",
     "scaled_mm_rowwise": "_scaled_mm, row scales",
+    "quantized_scaled_mm": "quantize and _scaled_mm",
 }
 _CUBE = (8192, 8192, 8192)
 
@@ -41,6 +42,7 @@ def summary(rows: Sequence[Row]) -> Row:
         "int8_tops_alone_at_8192_cubed": cube.get("tops_alone"),
         "e4m3_least_vs_bf16": least("e4m3", "bf16"),
         "e4m3_least_vs_scaled_mm": least("e4m3", "scaled_mm"),
+        "e4m3_least_vs_quantized_scaled_mm": least("e4m3", "quantized_scaled_mm"),
         "e4m3_alone_least_vs_scaled_mm": min(
             (round(v, 4) for r in found if "failed" not in r and (v := _alone(r))), default=None
         ),

@@ -64,14 +64,19 @@ def test_a_wrong_result_is_seen(scheme: str) -> None:
         quantize_rows.checked({**calls, "ours": lambda s: None}, inputs, scheme)
 
 
-def test_what_torch_compiles_is_the_same_layer() -> None:
-    inputs = quantize_rows.inputs_of(SMALL, "int8", seed=4, device="cpu")
+@pytest.mark.parametrize("scheme", quantized_gemm.SCHEMES)
+def test_what_torch_compiles_is_the_same_layer(scheme: str) -> None:
+    inputs = quantize_rows.inputs_of(SMALL, scheme, seed=4, device="cpu")
     one = inputs.sets[0]
-    out = quantize_rows.linear_gelu_int8(*(one[name] for name in ("x", "w", "scale", "bias")))
-    assert inputs.error(out) <= gemm_timing.TOLERANCE and out.dtype == torch.bfloat16
-    options = argparse.Namespace(no_compile=True)
-    assert quantize_rows.baselines(inputs, "int8", options)[1] == {"torch_compile_int8": "left out"}
-    assert "scaled_mm" in quantize_rows.baselines(inputs, "e4m3", options)[0]
+    name, function = quantize_rows.COMPILED[scheme]
+    try:
+        out = function(*(one[part] for part in ("x", "w", "scale", "bias")))
+    except RuntimeError as e:
+        pytest.skip(f"no product of e4m3 rows on this CPU: {e}")
+    out = out if scheme == "int8" else torch.nn.functional.gelu(out.float(), approximate="tanh")
+    assert inputs.error(out.bfloat16()) <= gemm_timing.TOLERANCE
+    ready, missing = quantize_rows.baselines(inputs, scheme, argparse.Namespace(no_compile=True))
+    assert missing == {name: "left out"} and ("scaled_mm" in ready) == (scheme == "e4m3")
 
 
 @pytest.mark.parametrize("scheme", quantized_gemm.SCHEMES)
@@ -137,7 +142,7 @@ def test_weights_are_arguments_of_what_is_measured(tmp_path: Path) -> None:
 def row(m: int, k: int, n: int, scheme: str, us: dict[str, float]) -> dict[str, Any]:
     samples = {name: [value, value, value] for name, value in us.items()}
     size = {"kind": "8 bits", "scheme": scheme, "M": m, "K": k, "N": n, "sqnr_db": 37.5}
-    return {**size, **quantize_rows.figures(samples, 2 * m * k * n)}
+    return {**size, **quantize_rows.figures(samples, 2 * m * k * n, scheme)}
 
 
 def test_rows_come_to_figures_and_a_table(tmp_path: Path) -> None:
@@ -151,7 +156,7 @@ def test_rows_come_to_figures_and_a_table(tmp_path: Path) -> None:
     assert found["int8_vs_bf16_at_2048x4096x4096"] == 1.6 and found["failed"] == 1
     assert found["int8_tops_alone_at_8192_cubed"] == round(2 * 8192**3 / 900 / 1e6, 1)
     assert found["int8_least_vs_torch_compile"] == 1.4 and found["e4m3_least_vs_scaled_mm"] == 0.8
-    assert [r["complete"] for r in rows[:3]] == [True, False, True]
+    assert [r["complete"] for r in rows[:3]] == [True, False, False]
     head, body = quantize_tables.table(lambda t: "-" if t is None else f"{t['median']:g}")(rows)
     assert [len(line) for line in body] == [len(head)] * 4 and "failed: E: a / b" in body[3]
     assert body[0][4:9] == ["1000", "900", "1222", "1500", "1400"] and body[1][8] == "-"
