@@ -81,6 +81,29 @@ def test_addresses_that_come_back_get_few_executables(
     assert graphs.nbytes == 300
 
 
+@pytest.mark.parametrize("before", [(0, 0), (0, 0, 1, 2)], ids=["moved", "duplicate"])
+def test_an_executable_whose_update_fails_is_not_used_again(
+    graphs: Graphs, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, before: tuple[int, ...]
+) -> None:
+    of, sets = plan(4), [tensors(4) for _ in range(3)]
+    for i in before:
+        call(graphs, of, sets[i])
+
+    def fails(*_: object) -> None:
+        raise LibraryError("cuGraphExecKernelNodeSetParams returned 1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "update", fails)
+        with pytest.raises(LibraryError, match="SetParams"):
+            call(graphs, of, sets[1])
+    assert len(cuda.executables) == len(before) // 4
+    for values, targets in sets:
+        assert call(graphs, of, (values, targets))
+        assert cuda.launched[-1][1] == tuple(t.data_ptr() for t in (*values, *targets))
+    graphs.clear()
+    assert not cuda.executables and graphs.nbytes == 0
+
+
 def test_no_executable_is_added_past_the_limit(graphs: Graphs, cuda: FakeCuda) -> None:
     of, sets = plan(4), [tensors(4) for _ in range(6)]
     for given in [sets[0], *(3 * sets)]:

@@ -182,13 +182,13 @@ class Graphs:
         """Return an executable graph for addresses that none has yet; 0 where that is impossible.
 
         It is the movable one, but for addresses met before a new one, which is movable from then
-        on.
+        on. One whose update fails is freed: what its kernels hold is not known any more.
         """
         if entry.users is None:
             return 0
         old: Sequence[int] = entry.movable
         room = len(entry.replays) < _DUPLICATES and self.nbytes < self._limit
-        if addresses in entry.met and room:
+        if (addresses in entry.met and room) or entry.movable not in entry.replays:
             replay, old = self._duplicate(entry), (-1,) * len(addresses)
         else:
             if len(entry.met) >= _MET_KEPT:
@@ -196,7 +196,11 @@ class Graphs:
             entry.met[addresses] = None
             replay = entry.replays.pop(entry.movable)
             self.updates += 1
-        self._update(entry, replay, old, addresses)
+        try:
+            self._update(entry, replay, old, addresses)
+        except BaseException:
+            self._cuda.destroy(ctypes.c_void_p(0), ctypes.c_void_p(replay))
+            raise
         entry.replays[addresses], entry.movable = replay, addresses
         return replay
 
