@@ -72,8 +72,8 @@ class _Quantize:
     ----------
     planned: variable of a product in the old main to its layer and plan.
     users: how many bindings and outputs of the old main read a variable.
-    inputs: (input, plan, whether channels are last) to the quantized input and its scale, shared by
-        the layers that read it.
+    inputs: (input, plan, whether channels are last, axes that share a scale) to the quantized input
+        and its scale, shared by the layers that read it.
     """
 
     def __init__(self, mod: tvm.IRModule, planned: Mapping[Any, tuple[Layer, Plan]]) -> None:
@@ -83,7 +83,7 @@ class _Quantize:
         for layer, plan in planned.values():
             if plan.smooth and not plan.weight_only:
                 self.readers[layer.x] = self.readers.get(layer.x, 0) + 1
-        self.inputs: dict[Any, tuple[Any, Any]] = {}
+        self.inputs: dict[tuple[Any, Plan, bool, tuple[int, ...]], tuple[Any, Any]] = {}
         self.smoothed: dict[Any, Any] = {}
         self.current: tuple[Layer, Plan] | None = None
 
@@ -136,12 +136,12 @@ class _Quantize:
     def _input(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> tuple[Any, Any]:
         """Return the quantized input and the scale of each row, None where it is static."""
         plan, last = _plan_of_input(layer, plan)
-        if (x, plan, last) not in self.inputs:
-            axes = [-1] if layer.conv is None else [*range(1, x.ty.ndim)]
+        key = x, plan, last, _axes_of_scale(layer, plan, x)
+        if key not in self.inputs:
             smooth = self._smooth(builder, layer, plan, x)
-            q, row = _quantized_input(builder, smooth, plan, axes)
-            self.inputs[x, plan, last] = convolution.channels_last(builder, q) if last else q, row
-        return self.inputs[x, plan, last]
+            q, row = _quantized_input(builder, smooth, plan, key[-1])
+            self.inputs[key] = convolution.channels_last(builder, q) if last else q, row
+        return self.inputs[key]
 
     def _smooth(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> Any:
         """Divide the channels of the input, in the norm that makes it where that is possible."""
@@ -174,6 +174,13 @@ def _plan_of_input(layer: Layer, plan: Plan) -> tuple[Plan, bool]:
     return replace(plan, offset=False), False
 
 
+def _axes_of_scale(layer: Layer, plan: Plan, x: Any) -> tuple[int, ...]:
+    """Return the axes whose values share a scale that is found at run time."""
+    if plan.clip is not None:
+        return ()
+    return (-1,) if layer.conv is None else tuple(range(1, x.ty.ndim))
+
+
 def _of_columns(layer: Layer, plan: Plan, scale: Array) -> Any:
     """Return the scale of each column in the shape that the layer's sums have."""
     if layer.conv is None or _is_product(layer, plan):
@@ -202,7 +209,7 @@ def rounded(values: Array, dtype: str) -> Array:
     return narrow
 
 
-def _quantized_input(builder: Any, x: Any, plan: Plan, axes: list[int]) -> tuple[Any, Any]:
+def _quantized_input(builder: Any, x: Any, plan: Plan, axes: Sequence[int]) -> tuple[Any, Any]:
     """Emit elementwise operators and a maximum over ``axes``, which fuse with what makes ``x``.
 
     The maximum and the rounding widen a 16-bit ``x`` on their own: were that shared, a product that
@@ -218,7 +225,7 @@ def _quantized_input(builder: Any, x: Any, plan: Plan, axes: list[int]) -> tuple
         row, inverse = None, const(largest / plan.clip)
     else:
         size = emit(relax.op.abs(_cast(builder, x, "float32")))
-        top = emit(relax.op.max(size, axis=axes, keepdims=True))
+        top = emit(relax.op.max(size, axis=list(axes), keepdims=True))
         top = emit(relax.op.maximum(top, const(_TINY)))
         row = emit(relax.op.multiply(top, const(1 / largest)))
         inverse = emit(relax.op.divide(const(largest), top))
