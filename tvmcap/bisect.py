@@ -28,7 +28,7 @@ from tvmcap.kernel.choice import Chooser
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import lower, plain
 from tvmcap.runtime.vendor import NEEDS_TORCH, provide
-from tvmcap.verify.check import Subject, check_set, example_leaves
+from tvmcap.verify.check import Subject, check_set, example_leaves, floor_of, typical
 from tvmcap.verify.cut import Cut, Operator
 from tvmcap.verify.inputs import InputSet, draw, plan_inputs
 from tvmcap.verify.result import Check
@@ -140,14 +140,14 @@ def _stages(captured: Captured, target: Any, config: Config) -> list[tuple[str, 
 
 def _subject(captured: Captured, mod: tvm.IRModule, target: Any, config: Config) -> Subject:
     device = torch.device("cuda" if target.kind.name == "cuda" else "cpu")
-    example = example_leaves(captured)
+    example = typical(captured, config)
     home = example[0].device if example else device
     keywords = tuple(captured.kwargs)
     ours = runner(mod, captured.signature, target)
     tf32 = config.allow_tf32 and target.kind.name == "cuda"
     sides = (ours, captured.eager, device, home)
     options = quantization.parse(config.quantize)
-    floor = None if options is None else options.budget_db
+    floor = None if options is None else floor_of(options.to_json(), example)
     return Subject(captured.signature, *sides, example, keywords, tf32=tf32, floor_db=floor)
 
 

@@ -31,7 +31,8 @@ def test_signal_to_noise_of_known_values() -> None:
     assert measured(([1, 0], [0, 1])).cosine == 0
     assert measured(([1, 2], [1, 2])).sqnr_db == math.inf
     assert measured(([0], [0])).cosine == 1 and measured(([0], [1])).sqnr_db == -math.inf
-    assert measured(([1], [np.nan])).sqnr_db == -math.inf
+    lost = measured(([1, 2], [1, np.nan]), ([1], [1]))
+    assert lost.sqnr_db == -math.inf and math.isnan(lost.most)
     assert measured(([1, np.nan], [1, 5])).sqnr_db == math.inf
 
 
@@ -55,6 +56,24 @@ def test_the_noise_of_a_scheme_is_what_its_bits_say(plan, least, most) -> None:
     got, outside = imitate(x, *quantized_weight(weight, plan), plan)
     assert least < measured((x @ weight, got)).sqnr_db < most
     assert outside == (int((np.abs(x) > 1).sum()) if plan.clip else 0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("plan", [Plan("int8"), Plan("int8", clip=3.0), Plan("float8_e4m3fn")])
+def test_rows_that_are_not_finite_do_not_count(plan) -> None:
+    found, weight = layer()
+    x = np.random.default_rng(3).standard_normal((16, 64), dtype=np.float32)
+    want = x @ weight
+    results = []
+    for spoilt in (False, True):
+        if spoilt:
+            x[3, 5], x[7, 9] = np.nan, np.inf
+            want[[3, 7]] = np.nan
+        one = LayerNoise(found, plan)
+        one.add(x, want, want)
+        results.append(one.result())
+    assert results[1].sqnr_db == math.inf
+    assert results[1].own_db == pytest.approx(results[0].own_db, abs=1.5)
 
 
 def test_a_report_is_sorted_worst_first_and_survives_json() -> None:

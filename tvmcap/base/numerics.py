@@ -73,6 +73,16 @@ class Comparison:
         """Whether every element is within the budget."""
         return self.bad == 0
 
+    @property
+    def title(self) -> str:
+        """The output, and what is said of it first."""
+        return self.name
+
+    @property
+    def rule(self) -> str:
+        """What the budget is, in words."""
+        return "twice eager's own largest error plus one ulp"
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; NaN and Inf become strings."""
         data = {**asdict(self), "ok": self.ok}
@@ -85,7 +95,7 @@ class Comparison:
         """Say the errors, and where they exceed the budget."""
         shape = "x".join(map(str, self.shape)) or "scalar"
         text = (
-            f"{self.name} ({self.dtype} {shape}): max abs {self.max_abs:.3g}, "
+            f"{self.title} ({self.dtype} {shape}): max abs {self.max_abs:.3g}, "
             f"max rel {self.max_rel:.3g}, {self.max_ulps:.3g} ulp; eager {self.eager_abs:.3g}"
         )
         if self.ok:

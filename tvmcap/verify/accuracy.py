@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,21 @@ from tvmcap.graph.quantize import Plan, quantized_weight, rounded
 
 Array = npt.NDArray[Any]
 
+LUCK_DB = 6.0
+"""What a set of inputs may be noisier than the budget by: the noise of few numbers is partly luck,
+and twice as large now and then."""
+
 _ROWS = 256
 """Rows of an input that one layer by itself is measured on."""
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise): inf without noise; -inf where all is noise, NaN included."""
+    if not math.isfinite(noise):
+        return -math.inf
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 class Noise:
@@ -40,16 +53,12 @@ class Noise:
         self.noise += float(error @ error)
         self.size += float(b @ b)
         self.dot += float(a @ b)
-        self.most = max(self.most, float(np.abs(error).max(initial=0.0)))
+        self.most = float(np.maximum(self.most, np.abs(error).max(initial=0.0)))  # keeps a NaN
 
     @property
     def sqnr_db(self) -> float:
-        """10 log10(signal / noise): inf without noise; -inf where all is noise, NaN included."""
-        if not math.isfinite(self.noise):
-            return -math.inf
-        if self.noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        """Signal over noise, in dB."""
+        return decibels(self.signal, self.noise)
 
     @property
     def cosine(self) -> float:
@@ -58,8 +67,51 @@ class Noise:
         return self.dot / length if length else float(self.noise == 0)
 
 
+@dataclass(frozen=True)
+class Held(Comparison):
+    """One output of a quantized model, judged by its noise instead of its largest error.
+
+    Attributes
+    ----------
+    signal, noise: sums of squares of the reference, and of what ours differs by.
+    floor_db: least ratio of the two.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    floor_db: float = -math.inf
+
+    @property
+    def title(self) -> str:
+        """The output, and its noise."""
+        of = f" of {self.floor_db:g}" if math.isfinite(self.floor_db) else ""
+        return f"{self.name}, {decibels(self.signal, self.noise):.1f} dB{of}"
+
+    @property
+    def rule(self) -> str:
+        """What the budget is, in words."""
+        return (
+            f"{self.floor_db:g} dB, {LUCK_DB:g} below quantize's budget_db, on inputs like the "
+            "example or those of calibration"
+        )
+
+    def judged(self, bad: int) -> Held:
+        """Return it with ``bad`` elements, none where the noise is within the budget."""
+        found = decibels(self.signal, self.noise)
+        if found >= self.floor_db:
+            return replace(self, bad=0, budget=max(self.budget, self.max_abs))
+        share = 10 ** ((found - self.floor_db) / 20)
+        return replace(self, bad=max(bad, 1), budget=self.max_abs * share)
+
+    def pooled(self, other: Held) -> Held:
+        """Judge two draws of inputs together."""
+        worse = self if self.max_abs >= other.max_abs else other
+        sums = self.signal + other.signal, self.noise + other.noise
+        return replace(worse, signal=sums[0], noise=sums[1]).judged(max(self.bad, other.bad))
+
+
 def hold(result: Comparison, ours: Array, reference: Array, floor_db: float) -> Comparison:
-    """Judge one output of a quantized model by its noise instead of its largest error.
+    """Judge one output of a quantized model by its noise, where it is not exact anyway.
 
     Integers and bools (an argmax, a comparison) only need the reference's shape: noise moves ties.
     A NaN may stand for an infinity, and the reverse.
@@ -72,10 +124,11 @@ def hold(result: Comparison, ours: Array, reference: Array, floor_db: float) -> 
         return replace(result, bad=0)
     noise = Noise()
     noise.add(reference, ours)
-    bad = 0 if noise.sqnr_db >= floor_db else max(result.bad, 1)
-    name = f"{result.name}, {noise.sqnr_db:.1f} dB of {floor_db:g}"
-    budget = max(result.budget, result.max_abs)
-    return replace(result, name=name, bad=bad, budget=budget, misplaced=0)
+    same = {f.name: getattr(result, f.name) for f in fields(Comparison)}
+    held = Held(
+        **{**same, "misplaced": 0}, signal=noise.signal, noise=noise.noise, floor_db=floor_db
+    )
+    return held if result.ok else held.judged(result.bad)
 
 
 def require_finite(name: str, values: Sequence[Array], source: str) -> None:
@@ -105,8 +158,9 @@ class LayerNoise:
         if self.plan is None:
             return
         part, conv = _some(x, self.layer.conv), self.layer.conv
-        own, outside = imitate(part, self.data, self.scale, self.plan, conv)
-        self.own.add(product(part, self.weight, conv), own)
+        with np.errstate(invalid="ignore", over="ignore"):  # rows with NaN or Inf do not count
+            own, outside = imitate(part, self.data, self.scale, self.plan, conv)
+            self.own.add(product(part, self.weight, conv), own)
         self.outside += outside
         self.count += part.size
 

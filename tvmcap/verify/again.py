@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tvmcap.base.numerics import Comparison
+from tvmcap.verify.accuracy import Held
 from tvmcap.verify.inputs import InputSet
 from tvmcap.verify.result import Check
 from tvmcap.verify.rounding import RUNS
@@ -51,7 +52,9 @@ def _may_be_luck(outputs: Sequence[Comparison]) -> bool:
 
 
 def pool(a: Comparison, b: Comparison) -> Comparison:
-    """Combine two draws: the largest error of ours against the largest of eager's."""
+    """Combine two draws: the largest error of ours against the largest of eager's, or all noise."""
+    if isinstance(a, Held) and isinstance(b, Held):
+        return a.pooled(b)
     worse = a if a.max_abs - a.budget >= b.max_abs - b.budget else b
     budget = worse.budget + 2 * (max(a.eager_abs, b.eager_abs) - worse.eager_abs)
     ok = a.misplaced == b.misplaced == 0 and abs(worse.got - worse.want) <= budget

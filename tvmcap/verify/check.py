@@ -10,6 +10,7 @@ ours and of eager are compared over all draws.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,12 @@ import torch
 
 from tvmcap.base.errors import TvmcapError, VerifyError
 from tvmcap.base.numerics import Array, Comparison, compare, to_numpy
+from tvmcap.base.ranges import Samples
 from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
-from tvmcap.verify.accuracy import hold
+from tvmcap.verify import samples
+from tvmcap.verify.accuracy import LUCK_DB, hold
 from tvmcap.verify.again import NoReference, check_redrawn
-from tvmcap.verify.inputs import InputSet, draw, plan_inputs
+from tvmcap.verify.inputs import InputSet, draw, pick, plan_inputs, varied
 from tvmcap.verify.reference import (
     in_parts,
     parts_needed,
@@ -94,7 +97,8 @@ class Subject:
     """What is compared: ``ours`` and ``eager`` with one calling convention, and where each runs.
 
     With ``tf32`` the error that eager makes with products in tf32 decides the budget. With
-    ``floor_db``, for a quantized library, it is the noise: that far below the signal at least. With
+    ``floor_db``, for a quantized library, it is the noise: that far below the signal at least, on
+    the values of ``example``, for others may be out of the ranges that it was made for. With
     ``finite_only`` NaN and Inf inputs are not checked: static ranges clip them.
     """
 
@@ -125,7 +129,7 @@ class Subject:
                 "tvmcap.verify(lib, reference=fn)"
             )
         device = torch.device(device_of(compiled))
-        example = None if captured is None else example_leaves(captured)
+        example = None if captured is None else typical(captured, compiled.config)
         eager = reference if reference is not None else captured.eager
         home = _home(eager, example, device)
         keywords = () if captured is None else tuple(captured.kwargs)
@@ -133,14 +137,14 @@ class Subject:
         sides = (compiled, eager, device, home)
         quantized = compiled.manifest.quantization
         options = quantized["options"] if quantized else {}
-        floor, static = options.get("budget_db"), options.get("activations") == "static"
+        static = options.get("activations") == "static"
         return Subject(
             compiled.signature,
             *sides,
             example,
             keywords,
             tf32=tf32,
-            floor_db=floor,
+            floor_db=floor_of(options, example),
             finite_only=static,
         )
 
@@ -205,6 +209,25 @@ def example_leaves(captured: Any) -> list[torch.Tensor]:
     return flatten({**tree, "items": tree["items"][: len(values)]}, values)
 
 
+def typical(captured: Any, config: Any) -> list[torch.Tensor]:
+    """Return the first calibration input where there are any, else the example."""
+    given = config.calibration
+    if isinstance(given, Samples):
+        return samples.leaves(captured.signature, given.inputs[0], 0)
+    return example_leaves(captured)
+
+
+def floor_of(options: Mapping[str, Any], example: Sequence[torch.Tensor] | None) -> float | None:
+    """Return what the noise of a quantized library is held to, None for another library.
+
+    Static scales without inputs that they suit are held to nothing.
+    """
+    if not options:
+        return None
+    blind = example is None and options["activations"] == "static"
+    return -math.inf if blind else float(options["budget_db"]) - LUCK_DB
+
+
 def _home(
     fn: Callable[..., Any], example: Sequence[torch.Tensor] | None, device: torch.device
 ) -> torch.device:
@@ -221,7 +244,12 @@ def check_set(subject: Subject, chosen: InputSet) -> Check:
 
 
 def _compare_once(subject: Subject, chosen: InputSet, runs: int) -> tuple[Comparison, ...]:
-    leaves = draw(subject.signature, chosen, subject.example, subject.fixed)
+    held = subject.floor_db is not None and chosen.kind == "normal"
+    example = subject.example or ()
+    if held and varied(example) and all(t.numel() for t in example):
+        leaves = pick(subject.signature, chosen, example)
+    else:
+        leaves = draw(subject.signature, chosen, subject.example, subject.fixed)
     home = [t.to(subject.eager_device) for t in leaves]
     versions = [t._version for t in home]
     try:
@@ -245,5 +273,6 @@ def _compare_once(subject: Subject, chosen: InputSet, runs: int) -> tuple[Compar
         for i, (o, r, e, s) in enumerate(zip(ours, wide, eager, specs, strict=True))
     ]
     if subject.floor_db is not None:
-        found = [hold(*x, subject.floor_db) for x in zip(found, ours, wide, strict=True)]
+        floor = subject.floor_db if held else -math.inf
+        found = [hold(*x, floor) for x in zip(found, ours, wide, strict=True)]
     return tuple(found)

@@ -139,6 +139,35 @@ def draw(
     return tensors
 
 
+def varied(example: Sequence[torch.Tensor]) -> bool:
+    """Whether the example tells values from one another: zeros or ones everywhere do not."""
+    return any(t.numel() and bool((t != t.flatten()[0]).any()) for t in example)
+
+
+def pick(
+    signature: Signature, chosen: InputSet, example: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Draw the example's own values: along symbolic dimensions, what stands at random places.
+
+    Equal names are equal places; at the example's own sizes it is the example.
+    """
+    gen = torch.Generator().manual_seed(chosen.seed)
+    places: dict[str, torch.Tensor] = {}
+    found = []
+    for spec, tensor in zip(signature.inputs, example, strict=True):
+        own = tensor.detach().cpu()
+        for axis, size in enumerate(spec.shape):
+            extent, wanted = own.shape[axis], evaluate(size, chosen.sizes)
+            if extent == wanted:
+                continue
+            place = str(size)
+            if place not in places:
+                places[place] = torch.randint(extent, (wanted,), generator=gen)
+            own = own.index_select(axis, places[place])
+        found.append(own.contiguous())
+    return found
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Take evenly spaced elements of a large tensor: enough to know its range."""
     flat = tensor.detach().flatten()

@@ -79,8 +79,8 @@ class VerifyReport:
         others = f" ({count} input sets fail)" if len(failed) > 1 else ""
         raise VerifyError(
             f"outside the error budget on {where} inputs{others}:\n  {output}\n"
-            f"The reference is the PyTorch code in {self.reference}; the budget is twice eager's "
-            "own largest error plus one ulp.\nTo find the pass and the operator: "
+            f"The reference is the PyTorch code in {self.reference}; the budget is {output.rule}.\n"
+            "To find the pass and the operator: "
             "tvmcap.bisect(fn, args). To build without a suspect pass: disable=('NAME',). "
             "To build unverified: verify=False."
         )
