@@ -24,7 +24,7 @@ from tvmcap.compiled import Compiled
 from tvmcap.kernel import models, registry
 from tvmcap.kernel.stores import open_stores
 from tvmcap.library import export, lower, weights
-from tvmcap.quantized import quantizer
+from tvmcap.quantized import measured_on, quantizer
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.runtime.opening import open_library
 from tvmcap.scoreboard import counted
@@ -184,6 +184,7 @@ def _identity(
     return {
         "source": fingerprint(fn, args, kwargs, config),
         "gradients": _wanted(fn, args, kwargs) if config.backward else None,
+        "example": measured_on(fn, args, kwargs, config),
         "config": config.to_json(only_code=True),
         "target": codegen.describe(target),
         "versions": versions.versions(),

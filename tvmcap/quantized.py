@@ -24,7 +24,7 @@ from tvmcap.base.config import Config
 from tvmcap.base.errors import AccuracyError, QuantizeError
 from tvmcap.base.numerics import to_numpy
 from tvmcap.base.quantization import Quantize
-from tvmcap.base.ranges import Range, Ranges, Samples
+from tvmcap.base.ranges import Range, Ranges, Samples, digest
 from tvmcap.capture.export import Captured
 from tvmcap.graph.layers import Layer, layers
 from tvmcap.graph.quantize import Plan, quantize
@@ -32,7 +32,7 @@ from tvmcap.library import plain, weights
 from tvmcap.verify import calibrate, samples
 from tvmcap.verify.accuracy import LayerNoise, Noise, report, require_finite
 from tvmcap.verify.check import example_leaves
-from tvmcap.verify.plans import check_target, choose, make_plans, smoothed
+from tvmcap.verify.plans import check_ranges, check_target, choose, make_plans, smoothed
 from tvmcap.view import accuracy
 
 log = logging.getLogger("tvmcap")
@@ -63,26 +63,25 @@ class Quantizer:
         found = layers(mod, self._name_of)
         chosen = choose(found, self.options)
         seen, held_out, source = self._inputs()
-        self._check_calibration(chosen, seen)
+        self._check_calibration(found, chosen, seen)
         before = Program(quantize(mod, {}, found, [v for x in found for v in (x.x, x.y)]))
         given = self.config.calibration
         if isinstance(given, Ranges):
-            self.ranges = given
+            self.ranges = given if self.options.auto else replace(given, kept=())
         elif self.options.needs_calibration:
-            self.ranges = Ranges(self._calibrate(before, found, chosen, seen))
+            ranges = self._calibrate(before, found, chosen, seen)
+            self.ranges = Ranges(ranges, clipping=self.options.clipping)
         baseline = [before(leaves) for leaves in held_out]
         for i, spec in self._floats():
             require_finite(spec.name, [outputs[i] for outputs in baseline], source)
-        kept = set(self.ranges.kept) if self.options.auto else set()
         while True:
-            plans = make_plans([x for x in chosen if x.name not in kept], self.options, self.ranges)
+            plans = make_plans(found, chosen, self.options, self.ranges)
             self.report = self._measure(mod, found, plans, held_out, baseline, source)
             worst = self._worst(plans, self.report)
             if worst is None or not self.options.auto or isinstance(given, Ranges):
                 break
-            kept.add(worst)
+            self.ranges = replace(self.ranges, kept=(*self.ranges.kept, worst))
             log.info("layer %s is left as it is: the budget is not met with it in 8 bits", worst)
-        self.ranges = replace(self.ranges, kept=tuple(x.name for x in chosen if x.name in kept))
         made = {name: replace(plan, offset=self.offset) for name, plan in plans.items()}
         quantized = quantize(mod, made, found)
         self.report = replace(
@@ -93,11 +92,13 @@ class Quantizer:
         self._judge(self.report, plans)
         return quantized
 
-    def _check_calibration(self, chosen: Sequence[Layer], seen: Sequence[Leaves]) -> None:
+    def _check_calibration(
+        self, found: Sequence[Layer], chosen: Sequence[Layer], seen: Sequence[Any]
+    ) -> None:
         """Raise QuantizeError where the scheme needs inputs or ranges that are not there."""
         given, options = self.config.calibration, self.options
         if isinstance(given, Ranges):
-            make_plans(chosen, options, given)
+            check_ranges(found, chosen, options, given)
         elif options.needs_calibration and not seen:
             what = "smooth=" if options.smooth is not None else "activations='static'"
             raise QuantizeError(
@@ -134,13 +135,13 @@ class Quantizer:
             return None
         return worst if not measured.ok or own[worst] < self.options.budget_db else None
 
-    def _inputs(self) -> tuple[list[Leaves], list[Leaves], str]:
-        """Return inputs to calibrate on, inputs to measure on, and what the latter are."""
+    def _inputs(self) -> tuple[list[tuple[str, Leaves]], list[Leaves], str]:
+        """Return named inputs to calibrate on, inputs to measure on, and what the latter are."""
         signature, given = self.captured.signature, self.config.calibration
         args = given.inputs if isinstance(given, Samples) else ()
         leaves = [samples.leaves(signature, one, i) for i, one in enumerate(args)]
-        seen, held_out = samples.split(leaves)
-        seen = samples.spread(signature, seen)
+        first, held_out = samples.split(leaves)
+        seen = samples.spread(signature, first)
         if held_out:
             what = "input" if len(held_out) == 1 else "inputs"
             return seen, held_out, f"{what} held out of calibration"
@@ -148,18 +149,22 @@ class Quantizer:
         return seen, *samples.of_example(signature, example, self.config.seed)
 
     def _calibrate(
-        self, before: Program, found: list[Layer], chosen: list[Layer], seen: Sequence[Leaves]
+        self,
+        before: Program,
+        found: list[Layer],
+        chosen: list[Layer],
+        seen: Sequence[tuple[str, Leaves]],
     ) -> dict[str, Range]:
         """Return the range of each chosen layer's input over the inputs ``seen``."""
 
         def observe(smooth: Mapping[str, Sequence[float]]) -> dict[str, Range]:
             observers = {x.name: self._observer(x) for x in chosen}
-            for number, leaves in enumerate(seen):
+            for source, leaves in seen:
                 inputs = before(leaves)[-2 * len(found) :: 2]
                 for layer, x in zip(found, inputs, strict=True):
                     if layer.name in observers:
                         divisor = np.asarray(smooth.get(layer.name, 1.0), np.float32)
-                        observers[layer.name].see(x / divisor, number)
+                        observers[layer.name].see(x / divisor, source)
             return {name: observer.range() for name, observer in observers.items()}
 
         ranges = observe({})
@@ -236,3 +241,12 @@ class Program:
 def quantizer(captured: Captured, config: Config, target: Any) -> Quantizer | None:
     """Return the pass that ``config`` asks for, or None."""
     return None if config.quantize is None else Quantizer(captured, config, target)
+
+
+def measured_on(fn: Any, args: Any, kwargs: Any, config: Config) -> str | None:
+    """Return a digest of the example inputs where the accuracy of a build is measured on them."""
+    given = config.calibration
+    held_out = isinstance(given, Samples) and len(given.inputs) > 1
+    if config.quantize is None or held_out:
+        return None
+    return digest([args, kwargs, getattr(fn, "example_inputs", None)])

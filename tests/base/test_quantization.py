@@ -42,7 +42,8 @@ def test_what_names_a_scheme(value, want) -> None:
         ({"method": "median"}, "method: expected one of minmax"),
         ({"smooth": 1.5}, "smooth: expected a number from 0 to 1"),
         ({"percentile": 5}, "percentile: expected a number from 50 to 100"),
-        ({"budget_db": "high"}, "budget_db: expected a number"),
+        ({"budget_db": "high"}, "budget_db: expected a finite number"),
+        ({"budget_db": float("-inf")}, "budget_db: expected a finite number, got -inf"),
         ({"keep": 3}, "keep: expected names or patterns"),
         ({"auto": 1}, "auto: expected True or False"),
         ({"scheme": "int8-weight-only", "activations": "static"}, "leaves activations as they are"),
@@ -69,6 +70,14 @@ def test_layers_are_kept_by_name_and_pattern() -> None:
     assert options.keeps("head.weight") and options.keeps("head")
     assert options.keeps("blocks.3.gate.weight")
     assert not options.keeps("blocks.3.up.weight") and not options.keeps("header.weight")
+
+
+def test_a_weight_that_two_layers_use_is_kept_in_both() -> None:
+    for name in ("head", "head.weight", "h*"):
+        options = Quantize(keep=(name,))
+        assert options.keeps("head.weight") and options.keeps("head.weight#2")
+    second = Quantize(keep=("head.weight#2",))
+    assert second.keeps("head.weight#2") and not second.keeps("head.weight")
 
 
 def test_the_longest_sum_fits_and_the_next_does_not() -> None:
@@ -108,8 +117,32 @@ def test_samples_are_read_once_and_their_values_change_the_code() -> None:
     json.dumps(codes)
 
 
+def test_values_deep_in_an_argument_tell_samples_apart() -> None:
+    def code(value):
+        x = np.zeros(5000, np.float32)
+        x[2500] = value
+        return Samples((({"x": [x, None]},),)).to_json()
+
+    assert code(0) == code(0) != code(1)
+    assert Samples(((np.float32(1),),)).to_json() != Samples(((np.float64(1),),)).to_json()
+
+
+def test_what_static_clips_depend_on() -> None:
+    static = Quantize(activations="static", smooth=0.5)
+    assert Quantize(smooth=0.5, method="mse").clipping == {}
+    assert static.clipping == Quantize("fp8", "static", 0.5, ("a",), budget_db=3).clipping
+    mse, fp8 = (Quantize(s, "static", method="mse").clipping for s in ("int8", "fp8"))
+    percentiles = [
+        Quantize(activations="static", method="percentile", percentile=p).clipping for p in (98, 99)
+    ]
+    others = [Quantize(activations="static").clipping, mse, fp8, *percentiles]
+    assert all(static.clipping != other for other in others)
+    assert all(a != b for i, a in enumerate(others) for b in others[:i])
+
+
 def test_ranges_survive_their_file(tmp_path) -> None:
-    found = Ranges({"a.weight": Range(-1.5, 2.0, 1.75, (0.1, 2.0))}, ("b.weight",))
+    clipping = Quantize(activations="static", smooth=0.5).clipping
+    found = Ranges({"a.weight": Range(-1.5, 2.0, 1.75, (0.1, 2.0))}, ("b.weight",), clipping)
     path = found.save(tmp_path / "ranges.json")
     assert tvmcap.Ranges.load(path) == found
     assert Config(quantize="int8", calibration=path).calibration == found
@@ -120,11 +153,13 @@ def test_ranges_survive_their_file(tmp_path) -> None:
     [
         [],
         {"format": "other", "layers": {}, "kept": []},
-        {"format": ranges.FORMAT, "layers": {"a": {}}, "kept": []},
+        {"format": ranges.FORMAT, "layers": {}, "kept": []},
+        {"format": ranges.FORMAT, "layers": {"a": {}}, "kept": [], "clipping": {}},
         {
             "format": ranges.FORMAT,
             "layers": {"a": {"low": 0, "high": 1, "clip": -1, "channels": []}},
             "kept": [],
+            "clipping": {},
         },
     ],
 )

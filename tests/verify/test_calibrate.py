@@ -15,7 +15,7 @@ from tvmcap.verify.calibrate import Observer, least_entropy, least_squares, smoo
 def seen(options, *inputs):
     observer = Observer("layer", options)
     for number, x in enumerate(inputs):
-        observer.see(np.asarray(x, np.float32), number)
+        observer.see(np.asarray(x, np.float32), f"input {number}")
     return observer.range()
 
 
@@ -58,6 +58,7 @@ def test_entropy_clips_a_long_tail_and_not_an_even_spread() -> None:
     assert least_entropy(tail, float(tail.max())) < 0.9 * tail.max()
     even = rng.random(100_000, dtype=np.float32)
     assert least_entropy(even, 1.0) > 0.95
+    assert least_entropy(np.zeros(9, np.float32), 3.0) == 3.0  # the largest was left out
 
 
 @pytest.mark.parametrize("method", ["percentile", "mse", "entropy"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,13 +47,53 @@ def test_an_input_that_does_not_fit_is_named(args) -> None:
         samples.leaves(SIGNATURE, args, 3)
 
 
+def test_an_input_is_bound_as_a_call_of_the_library_is() -> None:
+    """Equal names are equal sizes, and what is no tensor has the value it was built with."""
+    items = [LEAF, {"kind": "leaf", "index": 1}, {"kind": "const", "value": True}]
+    both = replace(
+        SIGNATURE,
+        inputs=(*SIGNATURE.inputs, TensorSpec("m", "bool", ("B",))),
+        in_tree={"kind": "tuple", "items": items},
+        arg_names=("x", "m", "causal"),
+    )
+    x, mask = torch.ones(6, 4), torch.ones(6, dtype=torch.bool)
+    for args in ((x, mask), (x.numpy(), mask, True)):
+        assert [tuple(t.shape) for t in samples.leaves(both, args, 0)] == [(6, 4), (6,)]
+    with pytest.raises(QuantizeError, match=r"input 2 does not fit.*expected B = 6 .*got \[5\]"):
+        samples.leaves(both, (x, mask[:5]), 2)
+    with pytest.raises(QuantizeError, match="expected True, the value it was built with"):
+        samples.leaves(both, (x, mask, False), 0)
+
+
 def test_one_size_is_spread_over_the_declared_range() -> None:
     inputs = [[torch.randn(32, 4)], [torch.randn(32, 4)]]
-    found = samples.spread(SIGNATURE, inputs)
+    found = [leaves for _, leaves in samples.spread(SIGNATURE, inputs)]
     assert sorted(one[0].shape[0] for one in found) == [2, 2, 16, 16, 32, 32]
     assert any(torch.equal(one[0], inputs[1][0][:16]) for one in found)
+    assert [name.partition(" (")[0] for name, _ in samples.spread(SIGNATURE, inputs)[:3]] == [
+        "calibration input 0",
+        "calibration input 1",
+        "calibration input 0, cut to B=2",
+    ]
     several = [[torch.randn(32, 4)], [torch.randn(8, 4)]]
     assert len(samples.spread(SIGNATURE, several)) == 2
+
+
+def test_positions_in_a_dimension_are_not_left_without_it() -> None:
+    """Reading there is past the end of a tensor."""
+    inputs = (TensorSpec("x", "float32", ("T", 4)), TensorSpec("at", "int64", ("N",)))
+    dims = DimSpec("T", 0, 64), DimSpec("N", 3, 64)
+    signature = replace(SIGNATURE, inputs=inputs, dims=dims)
+    x = torch.randn(32, 4)
+
+    def sizes(*at):
+        found = samples.spread(signature, [[x, torch.tensor(at)]])
+        return sorted((len(one[0]), len(one[1])) for _, one in found)
+
+    assert sizes(20, 2, 0) == [(32, 3)]
+    assert sizes(15, 2, 0) == [(16, 3), (32, 3)]
+    assert sizes(0, 0, 0) == [(1, 3), (16, 3), (32, 3)]
+    assert sizes(32, 2, 0) == [(1, 3), (16, 3), (32, 3)]  # no position among 32
 
 
 def test_the_last_quarter_is_held_out() -> None:

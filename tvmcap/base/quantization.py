@@ -81,10 +81,9 @@ class Quantize:
             if name == "smooth" and value is None:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not low <= value <= high:
-                raise ConfigError(
-                    f"quantize: {name}: expected a number from {low} to {high}, got {value!r}"
-                )
+            if not number or not low <= value <= high or not math.isfinite(value):
+                what = f"number from {low} to {high}" if math.isfinite(high) else "finite number"
+                raise ConfigError(f"quantize: {name}: expected a {what}, got {value!r}")
         if not isinstance(self.auto, bool):
             raise ConfigError(f"quantize: auto: expected True or False, got {self.auto!r}")
 
@@ -103,9 +102,25 @@ class Quantize:
         """Whether the scheme depends on activations seen at build."""
         return self.smooth is not None or self.activations == "static"
 
+    @property
+    def clipping(self) -> dict[str, Any]:
+        """What static clips depend on, beside the inputs; empty where scales are not static."""
+        if self.activations != "static":
+            return {}
+        found: dict[str, Any] = {"method": self.method, "smooth": self.smooth}
+        if self.method == "percentile":
+            found["percentile"] = self.percentile
+        if self.method == "mse":
+            found["dtype"] = self.dtype
+        return found
+
     def keeps(self, layer: str) -> bool:
-        """Whether ``keep`` names the layer, with or without ``.weight``."""
-        names = (layer, layer.removesuffix(".weight"))
+        """Whether ``keep`` names the layer, or its weight with or without ``.weight``.
+
+        The second layer of a weight is ``WEIGHT#2``.
+        """
+        weight = layer.partition("#")[0]
+        names = (layer, weight, weight.removesuffix(".weight"))
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
 
     def to_json(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tvmcap.base.errors import ConfigError
 
-FORMAT = "tvmcap-ranges-1"
+FORMAT = "tvmcap-ranges-2"
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,12 @@ class Ranges:
     ----------
     layers: what calibration saw, for the layers whose scheme depends on it.
     kept: layers that ``auto`` left as they were.
+    clipping: what the clips depend on, as ``Quantize.clipping`` says.
     """
 
     layers: Mapping[str, Range] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    clipping: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; ``from_json`` is its inverse."""
@@ -54,7 +56,12 @@ class Ranges:
             name: {"low": r.low, "high": r.high, "clip": r.clip, "channels": list(r.channels)}
             for name, r in self.layers.items()
         }
-        return {"format": FORMAT, "layers": layers, "kept": list(self.kept)}
+        return {
+            "format": FORMAT,
+            "clipping": dict(self.clipping),
+            "layers": layers,
+            "kept": list(self.kept),
+        }
 
     @staticmethod
     def from_json(data: Any) -> Ranges:
@@ -63,7 +70,7 @@ class Ranges:
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}, expected {FORMAT!r}")
             layers = {str(name): _range(entry) for name, entry in data["layers"].items()}
-            return Ranges(layers, tuple(map(str, data["kept"])))
+            return Ranges(layers, tuple(map(str, data["kept"])), dict(data["clipping"]))
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise ConfigError(
                 f"calibration: not the ranges that Ranges.save wrote ({e!r}); calibrate again"
@@ -105,16 +112,29 @@ class Samples:
 
     def to_json(self) -> dict[str, Any]:
         """Return a digest of the values, which tells one set of samples from another."""
-        from tvmcap.base.numerics import to_numpy  # numpy, which `import tvmcap` does without
+        return {"samples": len(self.inputs), "sha256": digest(self.inputs)}
 
-        digest = hashlib.sha256()
-        for args in self.inputs:
-            for value in args:
-                array = to_numpy(value) if _is_tensor(value) else None
-                text = repr(value) if array is None else f"{array.dtype}{array.shape}"
-                digest.update(text.encode())
-                digest.update(b"" if array is None else array.tobytes())
-        return {"samples": len(self.inputs), "sha256": digest.hexdigest()}
+
+def digest(value: Any) -> str:
+    """Return the sha256 of a nested structure of tensors, by their dtypes, shapes and values."""
+    from tvmcap.base.numerics import to_numpy  # numpy, which `import tvmcap` does without
+
+    found = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if _is_tensor(value):
+            array = to_numpy(value)
+            found.update(f"{value.dtype}{array.shape}".encode())
+            found.update(array.tobytes())
+        elif isinstance(value, Mapping | tuple | list):
+            found.update(f"{type(value).__name__}{len(value)}".encode())
+            for item in value.items() if isinstance(value, Mapping) else value:
+                feed(item)
+        else:
+            found.update(repr(value).encode())
+
+    feed(value)
+    return found.hexdigest()
 
 
 def parse(value: Any) -> Samples | Ranges | None:

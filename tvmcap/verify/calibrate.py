@@ -30,11 +30,14 @@ class Observer:
         self.channels: Array | None = None
         self.values: list[Array] = []
 
-    def see(self, x: Array, number: int) -> None:
-        """Take in one input [..., K]; raises QuantizeError where it is NaN or infinite."""
+    def see(self, x: Array, source: str) -> None:
+        """Take in one input [..., K]; raises QuantizeError where it is NaN or infinite.
+
+        ``source`` says what input of the model it comes from.
+        """
         if not np.isfinite(x).all():
             raise QuantizeError(
-                f"calibration input {number} makes NaN or Inf in the input of layer "
+                f"{source} makes NaN or Inf in the input of layer "
                 f"{self.layer!r}; leave that input out, or keep the layer: keep=({self.layer!r},)"
             )
         if x.size == 0:
@@ -96,6 +99,8 @@ def least_entropy(values: Array, top: float) -> float:
     """
     counts = np.histogram(values, bins=_BINS, range=(0.0, top))[0].astype(np.float64)
     counts[0] = counts[1]  # zeros round to zero under every clip
+    if not counts.any():
+        return top  # no magnitude among these values tells one clip from another
 
     def divergence(bins: int) -> float:
         clipped = counts[:bins].copy()

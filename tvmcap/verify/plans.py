@@ -36,8 +36,9 @@ def choose(found: Sequence[Layer], options: Quantize) -> list[Layer]:
     """Return the layers to quantize; raises QuantizeError where there is none, or one cannot be."""
     if not found:
         raise QuantizeError(
-            "nothing to quantize: no product or convolution in this model has a constant weight; "
-            "the parameters of a module are constant, arguments where constants=('w',) names them"
+            "nothing to quantize: this model has no product of rows and a constant matrix, and no "
+            "convolution with a constant weight, in 16 or 32 bits; the parameters of a module are "
+            "constant, arguments where constants=('w',) names them"
         )
     if options.dtype != "int8":
         found = [x for x in found if x.conv is None]
@@ -88,17 +89,48 @@ def smoothed(
     return found
 
 
-def make_plans(chosen: Sequence[Layer], options: Quantize, ranges: Ranges) -> dict[str, Plan]:
-    """Return the plan of each layer; raises QuantizeError where ranges lack what it needs."""
-    for layer in chosen if options.needs_calibration else ():
+def check_ranges(
+    found: Sequence[Layer], chosen: Sequence[Layer], options: Quantize, ranges: Ranges
+) -> None:
+    """Raise QuantizeError where given ranges are of another model, or made for another scheme.
+
+    ``found`` are all layers of the model, ``chosen`` those that the scheme is for.
+    """
+    known = [x.name for x in found]
+    for name in (*ranges.layers, *ranges.kept):
+        if name not in known:
+            raise QuantizeError(
+                f"the given ranges are of another model: they name layer {name!r}, and this one "
+                f"has {', '.join(known)}; calibrate on inputs of this model"
+            )
+    if options.clipping and dict(ranges.clipping) != options.clipping:
+        raise QuantizeError(
+            f"the given ranges have static clips for {dict(ranges.clipping) or 'no such scheme'}, "
+            f"and this build asks for {options.clipping}; calibrate again with the same quantize "
+            "option"
+        )
+    needed = {x.name for x in chosen} | {*ranges.layers}
+    for layer in found if options.needs_calibration else ():
         seen = ranges.layers.get(layer.name)
         smooth = options.smooth is not None and layer.conv is None
-        if seen is None or (smooth and len(seen.channels) != layer.k):
+        short = seen is None or (smooth and len(seen.channels) != layer.k)
+        if layer.name in needed and short:
             raise QuantizeError(
                 f"the given ranges do not cover layer {layer.name!r} as this scheme needs; "
                 "calibrate again with the same quantize option"
             )
-    divisors = smoothed(chosen, options, ranges.layers)
+
+
+def make_plans(
+    found: Sequence[Layer], chosen: Sequence[Layer], options: Quantize, ranges: Ranges
+) -> dict[str, Plan]:
+    """Return the plan of each chosen layer, but for those that ``ranges`` keep as they are.
+
+    All layers that ``ranges`` cover have a say in what their input is divided by, those kept too:
+    it is on these quotients that the clips were found.
+    """
+    covered = [x for x in found if x.name in ranges.layers]
+    divisors = smoothed(covered, options, ranges.layers)
     static = options.activations == "static"
     return {
         x.name: Plan(
@@ -108,4 +140,5 @@ def make_plans(chosen: Sequence[Layer], options: Quantize, ranges: Ranges) -> di
             divisors.get(x.name, ()),
         )
         for x in chosen
+        if x.name not in ranges.kept
     }

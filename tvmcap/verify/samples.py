@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from tvmcap.base.errors import QuantizeError
+from tvmcap.base.errors import InputError, QuantizeError
 from tvmcap.base.numerics import dtype_name
-from tvmcap.base.signature import Signature, flatten
-from tvmcap.verify.inputs import draw, plan_inputs
+from tvmcap.base.signature import Signature
+from tvmcap.runtime.binding import flatten_call, make_plan
+from tvmcap.verify.inputs import draw, plan_inputs, varied
 
 Leaves = Sequence[torch.Tensor]
 
@@ -19,35 +20,22 @@ _SEED = 104_729
 
 
 def leaves(signature: Signature, args: Sequence[Any], number: int) -> list[torch.Tensor]:
-    """Return the tensors of one calibration input; raises QuantizeError where it does not fit."""
+    """Return the tensors of one calibration input.
+
+    Raises QuantizeError where a call of the library would refuse it.
+    """
     where = f"calibration input {number}"
     try:
-        tensors = [torch.as_tensor(t) for t in flatten(signature.in_tree, tuple(args))]
-    except Exception as e:
-        raise QuantizeError(f"{where} does not fit the arguments of the model: {e}") from e
-    if len(tensors) != len(signature.inputs):
-        raise QuantizeError(
-            f"{where}: expected {len(signature.inputs)} tensors, got {len(tensors)}"
-        )
-    bounds = {d.name: (d.min, d.max) for d in signature.dims}
+        tensors = [torch.as_tensor(t) for t in flatten_call(signature, args, {})]
+        make_plan(signature, [tuple(t.shape) for t in tensors], lambda _: 1)
+    except (InputError, TypeError, ValueError, RuntimeError) as e:
+        raise QuantizeError(f"{where} does not fit the model: {e}") from e
     for spec, tensor in zip(signature.inputs, tensors, strict=True):
-        fits = len(spec.shape) == tensor.ndim and all(
-            size == extent if isinstance(size, int) else _inside(bounds.get(size), extent)
-            for size, extent in zip(spec.shape, tensor.shape, strict=False)
-        )
-        if not fits or dtype_name(tensor) != spec.dtype:
+        if dtype_name(tensor) != spec.dtype:
             raise QuantizeError(
-                f"{where}: {spec.name}: expected {spec.dtype} {list(spec.shape)} within the "
-                f"dimensions' bounds, got {dtype_name(tensor)} {list(tensor.shape)}"
+                f"{where}: {spec.name}: expected {spec.dtype}, got {dtype_name(tensor)}"
             )
     return [t.detach().cpu().contiguous().clone() for t in tensors]
-
-
-def _inside(bounds: tuple[int, int | None] | None, extent: int) -> bool:
-    if bounds is None:
-        return True  # an expression of other dimensions
-    low, high = bounds
-    return low <= extent and (high is None or extent <= high)
 
 
 def split(inputs: Sequence[Leaves]) -> tuple[list[Leaves], list[Leaves]]:
@@ -56,12 +44,12 @@ def split(inputs: Sequence[Leaves]) -> tuple[list[Leaves], list[Leaves]]:
     return list(inputs[: len(inputs) - held]), list(inputs[len(inputs) - held :])
 
 
-def spread(signature: Signature, inputs: Sequence[Leaves]) -> list[Leaves]:
+def spread(signature: Signature, inputs: Sequence[Leaves]) -> list[tuple[str, Leaves]]:
     """Return the inputs, and parts of them where all have one size of a dynamic dimension.
 
-    The parts have its least size and half of the size seen.
+    The parts have its least size and half of the size seen. Each comes with words that name it.
     """
-    found: list[Leaves] = list(inputs)
+    found = [(f"calibration input {i}", one) for i, one in enumerate(inputs)]
     names = {dim.name for dim in signature.dims}
     extents = [extent for spec in signature.inputs for extent in spec.shape]
     if not all(isinstance(extent, int) or extent in names for extent in extents):
@@ -72,8 +60,27 @@ def spread(signature: Signature, inputs: Sequence[Leaves]) -> list[Leaves]:
             continue
         (size,) = sizes
         parts = {max(dim.min, 1), max((size or 0) // 2, dim.min, 1)} - {size}
-        found += [_cut(signature, one, dim.name, n) for one in inputs for n in sorted(parts)]
+        for i, one in enumerate(inputs):
+            cuts = [(part, _cut(signature, one, dim.name, part)) for part in sorted(parts)]
+            found += [
+                (
+                    f"calibration input {i}, cut to {dim.name}={part} (to have no cuts, give "
+                    f"inputs of several sizes, or their least: Dim({dim.name!r}, min=...)),",
+                    cut,
+                )
+                for part, cut in cuts
+                if not _may_point_outside(one, cut, size or 0, part)
+            ]
     return found
+
+
+def _may_point_outside(one: Leaves, cut: Leaves, size: int, part: int) -> bool:
+    """Whether integers that may be positions in a dimension would lie outside of what is left."""
+    return any(
+        after.numel() and int(before.max()) < size and int(after.max()) >= part
+        for before, after in zip(one, cut, strict=True)
+        if not before.is_floating_point() and before.dtype != torch.bool
+    )
 
 
 def _size(signature: Signature, one: Leaves, name: str) -> int | None:
@@ -100,7 +107,7 @@ def of_example(
     They are the example itself, or drawn at its sizes where each of its tensors has one value.
     """
     own = [t.detach().cpu().contiguous() for t in example]
-    if any(t.numel() and bool((t != t.flatten()[0]).any()) for t in own):
+    if varied(own):
         return [own], "example input"
     (first, *_) = plan_inputs(signature, example, seed=seed)
     kind = type(first)(first.kind, first.sizes, _SEED + seed)
