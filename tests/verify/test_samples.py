@@ -65,6 +65,23 @@ def test_an_input_is_bound_as_a_call_of_the_library_is() -> None:
         samples.leaves(both, (x, mask, False), 0)
 
 
+def test_an_input_without_elements_measures_nothing() -> None:
+    from_zero = replace(SIGNATURE, dims=(DimSpec("B", 0, 64),))
+    with pytest.raises(QuantizeError, match=r"input 1 makes outputs without elements \(B=0\)"):
+        samples.leaves(from_zero, (torch.ones(0, 4),), 1)
+    # beside others an empty tensor may stand: a cache that is empty yet
+    both = replace(
+        from_zero,
+        inputs=(*SIGNATURE.inputs, TensorSpec("cache", "float32", ("T", 4))),
+        dims=(*SIGNATURE.dims, DimSpec("T", 0, 64)),
+        in_tree={"kind": "tuple", "items": [LEAF, {"kind": "leaf", "index": 1}]},
+        arg_names=("x", "cache"),
+    )
+    one = samples.leaves(both, (torch.ones(6, 4), torch.ones(0, 4)), 0)
+    sizes = [[len(t) for t in part] for _, part in samples.spread(both, [one])]
+    assert sizes == [[6, 0], [2, 0], [3, 0]]
+
+
 def test_one_size_is_spread_over_the_declared_range() -> None:
     inputs = [[torch.randn(32, 4)], [torch.randn(32, 4)]]
     found = [leaves for _, leaves in samples.spread(SIGNATURE, inputs)]

@@ -27,9 +27,12 @@ def leaves(signature: Signature, args: Sequence[Any], number: int) -> list[torch
     where = f"calibration input {number}"
     try:
         tensors = [torch.as_tensor(t) for t in flatten_call(signature, args, {})]
-        make_plan(signature, [tuple(t.shape) for t in tensors], lambda _: 1)
+        plan = make_plan(signature, [tuple(t.shape) for t in tensors], lambda _: 1)
     except (InputError, TypeError, ValueError, RuntimeError) as e:
         raise QuantizeError(f"{where} does not fit the model: {e}") from e
+    if plan.skip:
+        sizes = ", ".join(f"{name}={size}" for name, size in plan.dims.items())
+        raise QuantizeError(f"{where} makes outputs without elements ({sizes}); leave it out")
     for spec, tensor in zip(signature.inputs, tensors, strict=True):
         if dtype_name(tensor) != spec.dtype:
             raise QuantizeError(
@@ -59,9 +62,10 @@ def spread(signature: Signature, inputs: Sequence[Leaves]) -> list[tuple[str, Le
         if len(sizes) != 1:
             continue
         (size,) = sizes
-        parts = {max(dim.min, 1), max((size or 0) // 2, dim.min, 1)} - {size}
+        wanted = {max(dim.min, 1), max((size or 0) // 2, dim.min, 1)}
+        parts = sorted(part for part in wanted if part < (size or 0))
         for i, one in enumerate(inputs):
-            cuts = [(part, _cut(signature, one, dim.name, part)) for part in sorted(parts)]
+            cuts = [(part, _cut(signature, one, dim.name, part)) for part in parts]
             found += [
                 (
                     f"calibration input {i}, cut to {dim.name}={part} (to have no cuts, give "
