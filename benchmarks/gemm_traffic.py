@@ -49,7 +49,8 @@ def call(path: Path, shape: gemm.Shape) -> None:
 def counted(path: Path, shape: gemm.Shape) -> dict[str, int]:
     """Return the bytes that the scoreboard counts, reads and writes apart."""
     import tvmcap
-    from tvmcap.scoreboard import counted, kernel_table
+    from tvmcap.scoreboard import counted
+    from tvmcap.view.traffic import kernel_table
 
     lib = tvmcap.load(path)
     score = counted(lib.manifest, {"B": shape.m}, kernel_table(lib))

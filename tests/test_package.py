@@ -121,6 +121,11 @@ def test_the_program_refuses_files_that_are_no_good(place, program, tmp_path):
     (tmp_path / "bad").write_bytes(sample.read_bytes()[:100])
     done = run(program, place / "block.so", tmp_path / "bad")
     assert done.returncode == 1 and "safetensors" in done.stderr
+    told = sample.read_bytes()
+    (tmp_path / "bad").write_bytes(told.replace(b'"shape":[7]', b'"shape":[9]'))
+    assert (tmp_path / "bad").read_bytes() != told
+    done = run(program, place / "block.so", tmp_path / "bad")
+    assert done.returncode == 1 and "out1 does not fit its shape" in done.stderr
     assert run(program).returncode == 2
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,18 @@ def test_every_kernel_is_timed(lib: Any) -> None:
     assert whole <= max(found.calls_us.samples)
     text = str(found)
     assert "B=100" in text and all(k.name in text for k in found.kernels)
+
+
+def test_a_profile_on_a_cpu_needs_no_torch(lib: Any) -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import numpy as np, tvmcap
+lib = tvmcap.load(sys.argv[1])
+found = lib.profile(np.ones((3, 64), np.float32), np.ones((64, 64), np.float32), calls=2)
+assert len(found.kernels) == 2 and "roofline" in str(found)
+"""
+    subprocess.run([sys.executable, "-c", code, str(lib.path)], check=True, timeout=120)
 
 
 def test_the_trace_opens_and_holds_every_run(lib: Any, tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from tvmcap.base.signature import Signature
 from tvmcap.view import arrays
 from tvmcap.view.console import write
 
 _OK = 0
+#: Of the inputs that a library is checked on before it is served.
+_ROWS = 16
 
 
 def package(args: argparse.Namespace) -> int:
@@ -23,6 +27,15 @@ def package(args: argparse.Namespace) -> int:
     return _OK
 
 
+def draw_rows(signature: Signature) -> tuple[Any, ...]:
+    """Draw inputs of several rows, and of three times as many as a call must have."""
+    sizes = {
+        dim.name: min(max(_ROWS, 3 * dim.min), sys.maxsize if dim.max is None else dim.max)
+        for dim in signature.dims
+    }
+    return tuple(arrays.draw(signature, sizes, seed=0))
+
+
 def serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     from tvmcap.compiled import load
@@ -31,10 +44,11 @@ def serve(args: argparse.Namespace) -> int:
     from tvmcap.runtime.serving.library import Sample
 
     def sample(signature: Signature) -> Sample:
+        rows = draw_rows(signature)
         if args.sample is None:
-            return Sample(tuple(arrays.draw(signature, {}, seed=0)))
+            return Sample(rows)
         inputs, outputs = arrays.read_sample(args.sample, signature)
-        return Sample(tuple(inputs), outputs)
+        return Sample(rows, tuple(inputs), outputs)
 
     path = Path(args.library)
     given = {f.name: getattr(args, f.name) for f in fields(ServeOptions)}

@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from tvmcap.base.codegen import find_cudart
 from tvmcap.base.errors import BuildError, ConfigError, IncompatibleLibraryError, ToolchainError
+from tvmcap.base.folders import temporary_folder
 from tvmcap.base.manifest import Manifest
 from tvmcap.library.export import copy_library
 from tvmcap.view import arrays
@@ -70,8 +70,8 @@ def package(
         raise ConfigError(f"{output}: expected a new or empty folder; name another or empty it")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"{output}: no folder {output.absolute().parent}; make it first")
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
-        folder = Path(temporary) / output.name
+    with temporary_folder(f".{output.name}-", output.parent) as temporary:
+        folder = temporary / output.name
         (folder / "lib").mkdir(parents=True)
         manifest = copy_library(library, folder / library.name)
         _write_sample(library, manifest, folder, sample)

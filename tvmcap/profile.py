@@ -10,9 +10,8 @@ from typing import Any
 from tvmcap.base.errors import ConfigError, LibraryError
 from tvmcap.base.score import KernelScore
 from tvmcap.base.timing import summarize
-from tvmcap.scoreboard import kernel_table
 from tvmcap.view.timeline import Profile, Span, summary
-from tvmcap.view.traffic import count, served_by
+from tvmcap.view.traffic import count, kernel_table, served_by
 
 _WARM_UP = 3
 #: Bytes of the copy that bandwidth is measured with: far above any cache.

@@ -20,7 +20,7 @@ from tvmcap.base.timing import measure, rotated
 from tvmcap.verify.check import Subject, device_of, example_leaves
 from tvmcap.verify.inputs import InputSet, draw, example_sizes
 from tvmcap.view.eager import count_eager, parameters
-from tvmcap.view.traffic import Table, count, nbytes, served_by, weight_like
+from tvmcap.view.traffic import Table, count, kernel_table, nbytes, served_by, weight_like
 
 log = logging.getLogger("tvmcap")
 
@@ -108,16 +108,6 @@ def counted(manifest: Manifest, sizes: dict[str, int], table: Table | None) -> S
         per_kernel=tuple(traffic.kernels),
         **common,
     )
-
-
-def kernel_table(compiled: Any) -> Table | None:
-    """Return the table of kernels that the library carries, or make it from the module."""
-    stored: Table | None = getattr(compiled.manifest, "kernels", None)
-    if stored or compiled.module is None:
-        return stored or None
-    from tvmcap.view.kernels import table
-
-    return table(compiled.module, compiled.signature)
 
 
 def _traced(compiled: Any, result: Score, leaves: list[torch.Tensor]) -> Score:

@@ -87,8 +87,11 @@ class Safetensors {
     if (offsets[0] < 0 || offsets[1] < offsets[0] || start_ + offsets[1] > data_.size()) {
       Fail(path_ + ": " + name + " is cut off");
     }
-    return {DTypeOf(Get<ffi::String>(entry, "dtype")), shape, data_.data() + start_ + offsets[0],
-            static_cast<size_t>(offsets[1] - offsets[0])};
+    DLDataType dtype = DTypeOf(Get<ffi::String>(entry, "dtype"));
+    int64_t size = (dtype.bits + 7) / 8;
+    for (int64_t extent : shape) size *= extent;
+    if (size != offsets[1] - offsets[0]) Fail(path_ + ": " + name + " does not fit its shape");
+    return {dtype, shape, data_.data() + start_ + offsets[0], static_cast<size_t>(size)};
   }
 
  private:

@@ -17,10 +17,14 @@ class FakeNode:
 
 
 class FakeRuntime:
-    """Stands in for libcudart: ``pending`` is its last error, which a call of ``failing`` sets."""
+    """Stands in for libcudart: ``pending`` is its last error, which a call of ``failing`` sets.
+
+    ``executables`` counts the executable graphs that were made and are not destroyed.
+    """
 
     def __init__(self) -> None:
         self.pending = 0
+        self.executables = 0
         self.failing: set[str] = set()
 
     def fail(self, *_: Any) -> int:
@@ -29,6 +33,17 @@ class FakeRuntime:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: self.fail() if name in self.failing else 0
+
+    def cudaGraphInstantiate(self, made: Any, *_: Any) -> int:
+        if "cudaGraphInstantiate" in self.failing:
+            return self.fail()
+        made._obj.value = 5
+        self.executables += 1
+        return 0
+
+    def cudaGraphExecDestroy(self, replay: Any) -> None:
+        assert replay.value == 5
+        self.executables -= 1
 
     def cudaGetErrorString(self, status: int) -> bytes:
         return b"out of memory"

@@ -91,9 +91,18 @@ def test_each_thread_binds_for_itself(bound: Any, x: torch.Tensor, w: torch.Tens
     torch.testing.assert_close(bound.output(), x @ w @ w)
 
 
+def test_a_lazily_negated_view_is_not_bound_as_a_copy(bound: Any) -> None:
+    bound.bind("x", torch.rand(5, 8)._neg_view())
+    with pytest.raises(InputError, match="has to be copied"):
+        bound.run()
+
+
 def test_what_cannot_be_bound_or_run(bound: Any, chain: Path, w: torch.Tensor) -> None:
     with pytest.raises(InputError, match="did you mean 'out0'"):
         bound.bind("out", w)
+    for name in (None, ["x"]):
+        with pytest.raises(InputError, match="expected one of x, w, out0"):
+            bound.bind(name, w)
     with pytest.raises(InputError, match="expected a run before"):
         tvmcap.load(chain).output()
     bound.run()

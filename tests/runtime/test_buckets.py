@@ -71,6 +71,8 @@ def test_rows_that_depend_on_each_other_are_noticed() -> None:
     ("signature", "sizes", "match"),
     [
         (libs.chain_signature(), (0, 4), "sizes from 1"),
+        (libs.chain_signature(), 16, r"sizes from 1 such as \(16, 64\), got 16"),
+        (libs.chain_signature(), (True, "4"), "sizes from 1"),
         (libs.chain_signature(maximum=8), (4, 16), r"from 0 to 8, got \[16\]"),
         (libs.pair_signature(), (4,), "first dimension of 'out1'"),
     ],
@@ -78,3 +80,14 @@ def test_rows_that_depend_on_each_other_are_noticed() -> None:
 def test_sizes_and_libraries_that_do_not_fit(signature: Any, sizes: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         Buckets(signature, sizes)
+
+
+def test_what_is_refused_changes_no_later_call(chain: Path, w: torch.Tensor) -> None:
+    run, x = Executor(chain), torch.rand(3, 8)
+    with pytest.raises(LibraryError, match="'cuda'"):
+        run.use_graphs(buckets=(16,))
+    shapes = []
+    was = run._threads.here.run
+    run._threads.here.run = lambda plan, *rest: (shapes.append(plan.dims["B"]), was(plan, *rest))
+    torch.testing.assert_close(run(x, w), x @ w @ w)
+    assert shapes == [3]

@@ -81,7 +81,7 @@ def test_a_graph_that_cannot_be_made(cuda: Cuda, runtime: FakeRuntime, name: str
     runtime.failing = {name}
     with pytest.raises(LibraryError, match=f"{name} failed: out of memory"):
         cuda.instantiate(ctypes.c_void_p(1), ctypes.c_void_p(1), 1)
-    assert runtime.pending == 0
+    assert runtime.pending == 0 and runtime.executables == 0
 
 
 def test_a_call_that_cannot_be_captured(cuda: Cuda, runtime: FakeRuntime) -> None:

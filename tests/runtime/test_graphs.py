@@ -104,6 +104,27 @@ def test_an_executable_whose_update_fails_is_not_used_again(
     assert not cuda.executables and graphs.nbytes == 0
 
 
+def test_without_memory_for_one_more_executable_the_first_is_moved(
+    graphs: Graphs, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, sets = plan(4), [tensors(4) for _ in range(2)]
+    call(graphs, of, sets[0])
+
+    def no_memory(*_: object) -> None:
+        raise LibraryError("cudaGraphInstantiate failed: out of memory")
+
+    call(graphs, of, sets[0])
+    monkeypatch.setattr(cuda, "instantiate", no_memory)
+    for values, targets in 3 * sets:
+        assert call(graphs, of, (values, targets))
+        assert cuda.launched[-1][1] == tuple(t.data_ptr() for t in (*values, *targets))
+    assert graphs.duplicates == 0 and len(cuda.executables) == 1 and cuda._streams == 0
+    cuda.executables.clear()
+    graphs._entries[of.sizes].replays.clear()  # as after an update that failed
+    assert not call(graphs, of, sets[0])
+    assert dict(graphs.fallbacks) == {"cudaGraphInstantiate failed: out of memory": 1}
+
+
 def test_no_executable_is_added_past_the_limit(graphs: Graphs, cuda: FakeCuda) -> None:
     of, sets = plan(4), [tensors(4) for _ in range(6)]
     for given in [sets[0], *(3 * sets)]:

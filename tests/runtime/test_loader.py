@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -12,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests import libs
-from tvmcap.base.errors import ConfigError, DamagedLibraryError, IncompatibleLibraryError
+from tvmcap.base.errors import (
+    ConfigError,
+    DamagedLibraryError,
+    IncompatibleLibraryError,
+    LibraryError,
+)
 from tvmcap.library import export
 from tvmcap.runtime import loader
 from tvmcap.runtime.executor import Executor
@@ -157,6 +163,40 @@ def test_a_file_replaced_under_its_name_is_loaded_anew(
     x, w = np.ones((2, 8), np.float32), np.eye(8, dtype=np.float32)
     np.testing.assert_array_equal(Executor(path)(x, w), x)
     assert old.signature.inputs[0].dtype == "bfloat16"
+
+
+def test_a_file_written_over_in_place_is_not_mistaken_for_what_is_loaded(
+    chain: Path, tmp_path: Path
+) -> None:
+    import numpy as np
+
+    path, again = tmp_path / "block.so", tmp_path / "again.so"
+    shutil.copyfile(chain, path)
+    old = Executor(path)
+    libs.write_chain(again)  # without the bound of the first: another manifest, as much code
+    with open(path, "r+b") as file:  # the same inode, which stays mapped
+        file.write(again.read_bytes())
+        file.truncate()
+    with pytest.raises(LibraryError, match="written over in place"):
+        Executor(path)
+    del old
+    gc.collect()
+    x, w = np.ones((2, 8), np.float32), np.eye(8, dtype=np.float32)
+    np.testing.assert_array_equal(Executor(path)(x, w), x)
+
+
+def test_without_a_folder_for_temporary_files(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new.so"  # none that is loaded already
+    export.copy_library(chain, path)
+
+    def none(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.mkdtemp", none)
+    with pytest.raises(LibraryError, match="TMPDIR"):
+        Executor(path)
 
 
 def test_any_file_name_will_do(chain: Path, tmp_path: Path) -> None:

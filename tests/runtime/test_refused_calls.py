@@ -12,7 +12,7 @@ import torch
 
 from tests import libs
 from tests.runtime.kinds import KINDS
-from tvmcap.base.errors import InputError
+from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.runtime.executor import Executor
 
 
@@ -105,6 +105,52 @@ def test_numbers_of_arguments(run: Executor, x: torch.Tensor, w: torch.Tensor) -
     with pytest.raises(InputError, match="2 arguments, got 3"):
         run(x, w, w)
     torch.testing.assert_close(run(w=w, x=x), x @ w @ w)
+
+
+def test_a_tensor_of_another_kind_that_cannot_be_had(
+    run: Executor, x: torch.Tensor, w: torch.Tensor
+) -> None:
+    class Refuses:
+        def __dlpack__(self, **_: Any) -> Any:
+            raise BufferError("not today")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    with pytest.raises(InputError, match=r"'w': expected .* got Refuses; DLPack says: .*not today"):
+        run(x, Refuses())
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_memory_that_cannot_be_had(nested: Executor, kind: str) -> None:
+    """An exabyte is no error of a kernel."""
+    convert = KINDS[kind][0]
+    few = convert(torch.ones(1, 8))
+    wide = few.expand(1 << 55, 8) if kind == "torch" else np.broadcast_to(few, (1 << 55, 8))
+    with pytest.raises(LibraryError, match=r"'data\.x': no memory for a copy.*contiguous"):
+        nested({"x": wide, "y": wide})
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_results_that_there_is_no_memory_for(
+    chain: Path, kind: str, x: torch.Tensor, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, convert = Executor(chain), KINDS[kind][0]
+    x, w = convert(x), convert(w)
+    run(x, w)
+    framework = run._checker._frameworks[type(x)]
+
+    def none(*_: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    for name in ("outputs", "flat"):
+        monkeypatch.setattr(framework, name, none)
+    with pytest.raises(LibraryError, match=r"no memory on cpu:0 for a call \(sizes {'B': 5}\)"):
+        run(x, w)
+    run.bind("x", x)
+    run.bind("w", w)
+    with pytest.raises(LibraryError, match="no memory on cpu:0 for a call"):
+        run.run()
 
 
 # out=

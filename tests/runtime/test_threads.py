@@ -7,13 +7,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tvmcap
+from tests import libs
 from tests.runtime.conftest import three_layers
 from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.runtime.threads import Contexts
@@ -69,6 +72,76 @@ def test_closing_or_dropping_a_library_frees_its_arena(layers: Layers, w: torch.
         del lib
         gc.collect()
         assert context() is None and arena() is None
+
+
+def test_closing_frees_weights_and_tensors_of_every_thread(tmp_path: Path) -> None:
+    weights = {"w": np.arange(8, dtype=np.float32), "b": np.full(3, 4, np.float32)}
+    lib = tvmcap.load(libs.write_scale(tmp_path / "beside.so", weights))
+    bound, done, closed = [], threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def work() -> None:
+        x = torch.ones(2, 8)
+        lib.bind(lib.signature.arg_names[0], x)
+        lib.run()
+        bound.append(weakref.ref(lib.output()))
+        del x
+        done.set()
+        closed.wait(10)
+        for use in (lib.run, lib.output):
+            try:
+                use()
+            except LibraryError as e:
+                said.append(str(e))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("beside.so")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert done.wait(10)
+    lib(torch.ones(3, 8))
+    gc.collect()
+    assert mapped()
+    lib.close()
+    gc.collect()
+    left = mapped(), bound[0]()
+    closed.set()
+    thread.join()
+    assert left == (0, None)
+    assert len(said) == 2 and all("closed; load it again" in text for text in said)
+
+
+def test_a_thread_that_never_called_may_close(layers: Layers, w: torch.Tensor) -> None:
+    lib, x = tvmcap.load(layers(64)), torch.rand(3, 8)
+    lib(x, w)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lib.close).result()
+        for use in (lambda: lib(x, w), lib.run, lambda: lib.counts):
+            with pytest.raises(LibraryError, match="closed; load it again"):
+                pool.submit(use).result()
+    with pytest.raises(LibraryError, match="closed; load it again"):
+        lib(x, w)
+    assert lib.executor.arena_bytes == 0
+
+
+def test_a_call_during_which_the_library_is_closed(layers: Layers, w: torch.Tensor) -> None:
+    for out in (None, torch.empty(3, 8)):
+        lib, x = tvmcap.load(layers(None)), torch.rand(3, 8)
+        for _ in range(3):
+            lib(x, w, out=out)
+        context = lib.executor._threads.here
+        fit = context.arena.fit
+
+        def closing(dims: object, lib: Any = lib, fit: Any = fit) -> bool:
+            thread = threading.Thread(target=lib.close)
+            thread.start()
+            thread.join()
+            return bool(fit(dims))
+
+        context.arena.fit = closing
+        with pytest.raises(LibraryError, match="closed; load it again"):
+            lib(x, w, out=out)
 
 
 def test_loads_and_calls_keep_memory_flat(layers: Layers, w: torch.Tensor) -> None:

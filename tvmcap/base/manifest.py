@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError, LibraryError
-from tvmcap.base.signature import Signature, Size
+from tvmcap.base.signature import Signature, Size, typed_size
 from tvmcap.base.training import Training
 
 FORMAT = 1
@@ -111,14 +111,16 @@ class Manifest:
             known["frozen"] = tuple(data.get("frozen", ()))
             known["needs"] = tuple(data.get("needs", ()))
             if known.get("arena") is not None:
-                known["arena"] = tuple(known["arena"])
+                known["arena"] = tuple(map(typed_size, known["arena"]))
             known["weights"] = _weights(data.get("weights"))
             if known.get("training") is not None:
                 known["training"] = Training.from_json(data["training"])
-            if not isinstance(data["target"]["kind"], str) or not isinstance(
-                data["versions"], dict
-            ):
-                raise TypeError("target or versions")
+            target, versions = data["target"], data["versions"]
+            texts = (target["kind"], data.get("entry", "main"), *known["needs"])
+            texts += tuple(target.get("features") or ())
+            texts += tuple(version for version in versions.values() if version is not None)
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("target, entry, needs or versions")
             return Manifest(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise LibraryError(f"the library's manifest is malformed ({e!r}); {_REMEDY}") from e
@@ -156,6 +158,13 @@ def read_manifest(path: str | os.PathLike[str], *, check: bool = True) -> Manife
         raise IncompatibleLibraryError(f"{path}: {e}") from e
     except (LibraryError, ValueError, AttributeError) as e:
         raise DamagedLibraryError(f"{path}: its manifest cannot be read ({e}); {_REMEDY}") from e
+
+
+def stored_digest(path: str | os.PathLike[str]) -> bytes:
+    """Return the sha256 that a library says it has; raises what ``read_manifest`` does."""
+    path = Path(path)
+    with _opened(path) as file:
+        return _footer(path, file)[2]
 
 
 @contextmanager

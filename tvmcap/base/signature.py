@@ -7,6 +7,7 @@ compiler to read it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from tvmcap.base.errors import LibraryError
 
 Size = int | str
 """An extent: a number, a symbolic dimension's name, or (outputs only) arithmetic on such names."""
+
+_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|bfloat16|float8_\w+")
 
 Tree = dict[str, Any]
 """A nested structure of tensors.
@@ -77,22 +80,70 @@ class Signature:
         Raises LibraryError where a field is missing or of the wrong kind.
         """
         try:
-            specs = {
-                key: tuple(TensorSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in data[key])
-                for key in ("inputs", "outputs")
-            }
-            dims = tuple(DimSpec(d["name"], int(d["min"]), d["max"]) for d in data["dims"])
-            return Signature(
-                dims=dims,
-                in_tree=data["in_tree"],
-                out_tree=data["out_tree"],
-                arg_names=tuple(data["arg_names"]),
-                **specs,
+            inputs, outputs = (tuple(map(_spec, data[key])) for key in ("inputs", "outputs"))
+            signature = Signature(
+                inputs=inputs,
+                outputs=outputs,
+                dims=tuple(map(_dim, data["dims"])),
+                in_tree=_tree(data["in_tree"], len(inputs)),
+                out_tree=_tree(data["out_tree"], len(outputs)),
+                arg_names=tuple(_typed(name, str) for name in data["arg_names"]),
             )
-        except (KeyError, TypeError, ValueError) as e:
+            if signature.in_tree["kind"] != "tuple" or len(signature.arg_names) != len(
+                signature.in_tree["items"]
+            ):
+                raise ValueError("in_tree is no tuple of the arguments")
+            return signature
+        except (KeyError, TypeError, ValueError, RecursionError) as e:
             raise LibraryError(
                 f"the signature in this library's manifest is malformed ({e!r}); build it again"
             ) from e
+
+
+def _typed(value: Any, *types: type) -> Any:
+    """Return ``value`` if its type is one of ``types``; else raise TypeError."""
+    if type(value) not in types:
+        raise TypeError(f"{value!r} is a {type(value).__name__}")
+    return value
+
+
+def typed_size(value: Any) -> Size:
+    """Return ``value`` if it can be a size; else raise TypeError or ValueError."""
+    size: Size = _typed(value, int, str)
+    if isinstance(size, int) and not 0 <= size < 1 << 63:
+        raise ValueError(f"a size of {size}")
+    return size
+
+
+def _spec(data: Mapping[str, Any]) -> TensorSpec:
+    if not _DTYPE.fullmatch(_typed(data["dtype"], str)):
+        raise ValueError(f"there is no dtype {data['dtype']!r}")
+    shape = tuple(map(typed_size, _typed(data["shape"], list, tuple)))
+    return TensorSpec(_typed(data["name"], str), data["dtype"], shape)
+
+
+def _dim(data: Mapping[str, Any]) -> DimSpec:
+    most = _typed(data["max"], int, type(None))
+    return DimSpec(_typed(data["name"], str), _typed(data["min"], int), most)
+
+
+def _tree(data: Any, count: int) -> Tree:
+    """Return a nested structure of ``count`` tensors if it is one; else raise."""
+    tree: Tree = _typed(data, dict)
+    kind = tree["kind"]
+    if kind == "leaf":
+        if not 0 <= _typed(tree["index"], int) < count:
+            raise ValueError(f"there is no tensor {tree['index']}")
+    elif kind == "const":
+        _typed(tree["value"], bool, int, float, str, type(None))
+    elif kind in ("tuple", "list", "dict"):
+        for item in _typed(tree["items"], list, tuple):
+            _tree(item, count)
+        if kind == "dict" and len(_typed(tree["keys"], list, tuple)) != len(tree["items"]):
+            raise ValueError("keys and items differ in number")
+    else:
+        raise ValueError(f"there is no structure of kind {kind!r}")
+    return tree
 
 
 def flatten(tree: Tree, value: Any) -> list[Any]:

@@ -38,8 +38,13 @@ class Arena:
         self.vm = vm
         self._sizes = manifest.arena or ()
         make, entry = _names(manifest.entry)
-        self._make: Any = vm[make] if self._sizes else None
-        self.entry = vm[entry] if self._sizes else vm[manifest.entry]
+        try:
+            self._make: Any = vm[make] if self._sizes else None
+            self.entry = vm[entry] if self._sizes else vm[manifest.entry]
+        except AttributeError as e:
+            raise LibraryError(
+                f"the code of the library is not what its manifest says: {e}; build it again"
+            ) from e
         self.storages: tuple[Any, ...] = ()
         self.growths = 0
         self._capacity: tuple[int, ...] = (0,) * len(self._sizes)

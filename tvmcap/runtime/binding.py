@@ -20,6 +20,7 @@ class Plan:
     Attributes
     ----------
     dims: the value of each symbolic dimension.
+    sizes: these values, in an order that is the same for all plans of a signature.
     shapes, strides: of the outputs, strides in elements.
     input_bytes, output_bytes: size of each tensor.
     zero: some tensor has no elements.
@@ -28,6 +29,7 @@ class Plan:
     """
 
     dims: Mapping[str, int]
+    sizes: tuple[int, ...]
     shapes: tuple[Shape, ...]
     strides: tuple[Shape, ...]
     input_bytes: tuple[int, ...]
@@ -57,6 +59,7 @@ def make_plan(
     empty = [0 in shape for shape in outputs]
     return Plan(
         dims=dims,
+        sizes=tuple(dims.values()),
         shapes=outputs,
         strides=tuple(_strides(shape) for shape in outputs),
         input_bytes=_sizes(signature.inputs, shapes, itemsize),

@@ -42,9 +42,9 @@ class Bound:
     def bind(self, name: str, tensor: Any) -> None:
         """Take a tensor for an input or an output; InputError for a name that is neither."""
         held = tensor.detach() if hasattr(tensor, "detach") else tensor
-        if name in self._names:
+        if isinstance(name, str) and name in self._names:
             self.inputs[self._names[name]] = held
-        elif name in self._out_names:
+        elif isinstance(name, str) and name in self._out_names:
             self.outputs[self._out_names[name]] = held
         else:
             known = [*self._names, *self._out_names]
@@ -52,6 +52,13 @@ class Bound:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"bind: expected one of {', '.join(known)}, got {name!r}{hint}")
         self.ready = None
+
+    def release(self) -> None:
+        """Let go of every tensor."""
+        self.inputs = [None] * len(self.inputs)
+        self.outputs = [None] * len(self.outputs)
+        self._kept = [None] * len(self._kept)
+        self.ready = self.results = None
 
     def leaves(self) -> list[Any]:
         """Return the inputs; raises InputError where one is not bound."""

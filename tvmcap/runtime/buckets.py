@@ -17,6 +17,10 @@ Run = Callable[[Sequence[Any], tuple[Shape, ...], Sequence[Any] | None], list[An
 _TOLERANCE = 0.05
 
 
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+
+
 class Buckets:
     """The sizes that a call's batch is padded to: the smallest that holds it.
 
@@ -31,9 +35,9 @@ class Buckets:
     """
 
     def __init__(self, signature: Signature, sizes: Sequence[int]) -> None:
+        if not isinstance(sizes, Sequence) or not all(map(_is_size, sizes)):
+            raise ConfigError(f"buckets: expected sizes from 1 such as (16, 64), got {sizes!r}")
         self.sizes = sorted(set(sizes))
-        if not all(isinstance(size, int) and size > 0 for size in self.sizes):
-            raise ConfigError(f"buckets: expected sizes from 1, got {list(sizes)}")
         if len(signature.dims) != 1:
             raise ConfigError(
                 f"buckets: expected a library with one symbolic dimension, got "

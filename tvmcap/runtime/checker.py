@@ -13,7 +13,8 @@ from tvmcap.base import cudart
 from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.signature import Signature
 from tvmcap.runtime.binding import Plan, Shape, make_plan
-from tvmcap.runtime.frameworks import Copies, DLPackTensors
+from tvmcap.runtime.bound import Bound
+from tvmcap.runtime.frameworks import Copies, DLPackTensors, is_of_memory
 from tvmcap.runtime.loader import empty, ffi
 from tvmcap.runtime.numpy_tensors import NumpyTensors
 from tvmcap.runtime.torch_tensors import TorchTensors
@@ -66,6 +67,25 @@ class Checker:
             self.plans[framework, shapes] = plan
         return plan
 
+    def outputs(self, framework: Any, plan: Plan) -> tuple[list[Any], list[Any]]:
+        """Return new results, and what kernels write to; LibraryError where there is no memory."""
+        try:
+            made: tuple[list[Any], list[Any]] = framework.outputs(plan)
+            return made
+        except (MemoryError, RuntimeError) as e:
+            if not is_of_memory(e):
+                raise
+            raise _no_memory("", self.device, plan, e) from e
+
+    def kept(self, bound: Bound, framework: Any, plan: Plan) -> list[Any]:
+        """Return the outputs of a run; LibraryError where there is no memory for them."""
+        try:
+            return bound.targets(framework, plan)
+        except (MemoryError, RuntimeError) as e:
+            if not is_of_memory(e):
+                raise
+            raise _no_memory("", self.device, plan, e) from e
+
     def _framework_for(self, leaves: Sequence[Any]) -> Any:
         """Choose by the first tensor; without any, torch's where torch is in use, else NumPy's."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -116,13 +136,17 @@ def failure(path: Path, device: Any, plan: Plan, error: Exception) -> Exception:
         return InputError(
             f"a size of 0 cannot be run on this target (sizes {dict(plan.dims)}); original: {error}"
         )
-    if "out of memory" in str(error).lower():
-        return LibraryError(
-            f"{path}: no memory on {device} for a call (sizes "
-            f"{dict(plan.dims)}): free some, or call with smaller sizes; original: {error}"
-        )
+    if is_of_memory(error):
+        return _no_memory(f"{path}: ", device, plan, error)
     return LibraryError(
         f"{path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
         "again, and report it "
         f"if it fails again; original: {error}"
+    )
+
+
+def _no_memory(where: str, device: Any, plan: Plan, error: Exception) -> LibraryError:
+    return LibraryError(
+        f"{where}no memory on {device} for a call (sizes {dict(plan.dims)}): free some, or call "
+        f"with smaller sizes; original: {error}"
     )

@@ -41,6 +41,9 @@ class CpuContext:
         self.slots: dict[int, Any] = {}
         self.seen: dict[Any, Seen] = {}
 
+    def follow(self) -> None:
+        """Wait for nothing: a call on a CPU is done when it returns."""
+
     def run(
         self,
         plan: Plan,
@@ -62,8 +65,9 @@ class CpuContext:
     def close(self) -> None:
         """Let go of memory and code."""
         self.arena.release()
+        self.bound.release()
         self.slots.clear()
-        self._entry = None
+        self._weights, self._entry = (), None
 
 
 class CudaMachine:
@@ -105,6 +109,7 @@ class CudaContext:
         self._stream: Callable[[int], int] = _stream_of_tvm
         self._captures: Callable[[], bool] = _never
         self._several = False
+        self._lent: list[tuple[Any, ...]] = []
 
     def use_graphs(self, limit_bytes: int) -> None:
         """Record and replay calls from now on; raises LibraryError where no call can be."""
@@ -133,6 +138,8 @@ class CudaContext:
         graphs = self.graphs
         if not self._bounded and self.arena.fit(plan.dims) and graphs is not None:
             graphs.clear()
+        if capturing:
+            self._lend()
         if graphs is not None and places is not None and not capturing:
             if self._several and not self._is_current():
                 graphs.fallbacks[f"another device than {self._device} is the current one"] += 1
@@ -161,11 +168,24 @@ class CudaContext:
         """Whether the device is the current one, on which the default stream's handle, 0, is."""
         return bool(self._torch.cuda.current_device() == self._index)
 
+    def follow(self) -> None:
+        """Let what comes on the caller's stream wait for the last call, before memory is shared."""
+        if self._torch is None and "torch" in sys.modules:
+            self._find_torch()
+        stream = self._stream(self._index)
+        if stream != self._last and not self._captures():
+            self._follow(stream)
+
     def _follow(self, stream: int) -> None:
-        """Order this call after the last one, on another stream: both use the same arena."""
-        if self._last != _NO_STREAM and self.arena.nbytes:
+        """Order this call after the last one, on another stream: both use the same memory."""
+        if self._last != _NO_STREAM and (self.arena.nbytes or self.slots):
             self._cuda.order(self._last, stream)
         self._last = stream
+
+    def _lend(self) -> None:
+        """Keep the arena as it is now: a graph that the caller captures holds its address."""
+        if not any(storages is self.arena.storages for storages in self._lent):
+            self._lent.append(self.arena.storages)
 
     def trace(self, values: Sequence[Any], targets: Sequence[Any]) -> Trace:
         """Watch one call that allocates what it needs."""
@@ -175,11 +195,12 @@ class CudaContext:
             return trace_call(vm, lambda: main(*values, *self._weights, *targets))
 
     def close(self) -> None:
-        """Let go of recorded calls and memory."""
-        if self.graphs is not None:
-            self.graphs.clear()
+        """Let go of recorded calls and memory; a replay under way in another thread ends before."""
+        self.graphs = None
         self.arena.release()
+        self.bound.release()
         self.slots.clear()
+        self._lent.clear()
         self._weights = ()
 
 

@@ -120,9 +120,13 @@ class Cuda:
         replay = c_void_p()
         before = self._free_bytes()
         self._call("cudaGraphInstantiate", byref(replay), graph, c_ulonglong(0))
-        self._call("cudaGraphUpload", replay, stream)
-        self._call("cudaStreamSynchronize", stream)
-        return replay, max(before - self._free_bytes(), nodes * _NODE_BYTES)
+        try:
+            self._call("cudaGraphUpload", replay, stream)
+            self._call("cudaStreamSynchronize", stream)
+            return replay, max(before - self._free_bytes(), nodes * _NODE_BYTES)
+        except BaseException:
+            self.destroy(c_void_p(), replay)
+            raise
 
     def _free_bytes(self) -> int:
         free, total = c_size_t(), c_size_t()

@@ -78,7 +78,9 @@ class Executor:
         self._may_be_quick = self._plain and self._single and len(tell) == 1
         self._quick = self._may_be_quick
         self._contexts = Contexts(self._library, self.manifest)
-        self._threads = Threads(self._contexts, ready)
+        self._threads = Threads(self._contexts)
+        if ready:
+            self._threads.enter()
         self._buckets: Buckets | None = None
 
     @property
@@ -98,9 +100,10 @@ class Executor:
 
     def use_graphs(self, *, buckets: Sequence[int] = (), limit_bytes: int = LIMIT_BYTES) -> None:
         """Record calls as CUDA graphs, in every thread; see ``Compiled.use_graphs``."""
-        self._buckets = Buckets(self.signature, buckets) if buckets else None
-        self._quick = self._may_be_quick and not buckets
+        found = Buckets(self.signature, buckets) if buckets else None
         self._contexts.use_graphs(limit_bytes)
+        self._buckets = found
+        self._quick = self._may_be_quick and found is None
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run the function on tensors of its signature; ``out`` receives the result where given.
@@ -116,7 +119,7 @@ class Executor:
             return out
         framework, values, addresses, plan = self._bind(args, kwargs)
         if out is None:
-            results, targets = framework.outputs(plan)
+            results, targets = self._checker.outputs(framework, plan)
             places = None
             if context.graphs is not None:
                 places = (*addresses, *[target.data_ptr() for target in targets])
@@ -156,7 +159,7 @@ class Executor:
         except TvmcapError:
             raise
         except Exception as e:
-            raise failure(self.path, self.device, seen.plan, e) from e
+            raise self._failure(seen.plan, e) from e
         return True
 
     def _run(
@@ -178,7 +181,7 @@ class Executor:
         except TvmcapError:
             raise
         except Exception as e:
-            raise failure(self.path, self.device, plan, e) from e
+            raise self._failure(plan, e) from e
 
     def _run_in_bucket(
         self,
@@ -201,11 +204,12 @@ class Executor:
             inputs: Sequence[Any], shapes: tuple[Shape, ...], outputs: Sequence[Any] | None
         ) -> list[Any]:
             padded = self._checker.plan(framework, shapes)
-            made = list(outputs or framework.outputs(padded)[1])
+            made = list(outputs or self._checker.outputs(framework, padded)[1])
             self._run(context, padded, inputs, made, tuple(x.data_ptr() for x in (*inputs, *made)))
             return made
 
         values = [value.detach() for value in values]
+        context.follow()  # copies to and from the slots of a bucket come before and after the run
         for target, rows in zip(
             targets, buckets.call(size, plan, values, context.slots, run), strict=True
         ):
@@ -214,6 +218,10 @@ class Executor:
     def check(self) -> None:
         """Raise LibraryError where no call is possible any more."""
         self._contexts.check()
+
+    def _failure(self, plan: Plan, error: Exception) -> Exception:
+        self.check()  # another thread may have closed the library meanwhile
+        return failure(self.path, self.device, plan, error)
 
     def bind(self, name: str, tensor: Any) -> None:
         """Keep a tensor for the runs of this thread; see ``Compiled.bind``."""
@@ -229,6 +237,7 @@ class Executor:
         """Return an output of this thread's last run; see ``Compiled.output``."""
         results = self._threads.here.bound.results
         if results is None:
+            self.check()
             raise InputError("output: expected a run before; call run() first")
         try:
             return results[position]
@@ -238,6 +247,7 @@ class Executor:
 
     def _prepare(self, context: Any) -> Ready:
         """Check what is bound and return what runs it as long as nothing is bound anew."""
+        self.check()
         bound = context.bound
         leaves, copied = bound.leaves(), self._checker.copies.here
         framework, values, addresses, plan = self._checker.check(leaves)
@@ -246,7 +256,7 @@ class Executor:
                 "run: expected contiguous tensors aligned to 16 bytes, got one that has to be "
                 "copied; a tensor is used where it lies, so bind a compact copy"
             )
-        results = bound.targets(framework, plan)
+        results = self._checker.kept(bound, framework, plan)
         targets, ends = framework.check_out(results, plan)
         places = (*addresses, *ends)
         check_overlap(places, plan)
@@ -274,7 +284,7 @@ class Executor:
         self.check()
         context = self._threads.here
         framework, values, _, plan = self._bind(args, kwargs)
-        targets = framework.outputs(plan)[1]
+        targets = self._checker.outputs(framework, plan)[1]
         if plan.skip:
             return Trace((), 0)
         if plan.zero:
@@ -282,7 +292,7 @@ class Executor:
         try:
             return context.trace(values, targets)
         except Exception as e:
-            raise failure(self.path, self.device, plan, e) from e
+            raise self._failure(plan, e) from e
 
     @property
     def device(self) -> Any:

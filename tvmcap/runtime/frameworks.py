@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tvmcap.base.errors import InputError
+from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.signature import Signature, TensorSpec
 from tvmcap.runtime.binding import Plan, Shape
 from tvmcap.runtime.loader import empty, ffi
@@ -58,6 +58,22 @@ def wrong(name: str, expected: object, got: object, advice: str = "") -> InputEr
     """Return the error for an argument that does not fit."""
     return InputError(
         f"argument {name!r}: expected {expected}, got {got}" + (f"; {advice}" if advice else "")
+    )
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Whether an error of NumPy, torch or TVM says that memory cannot be had."""
+    told = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        words in told for words in ("out of memory", "allocate memory")
+    )
+
+
+def uncopied(name: str, error: Exception) -> LibraryError:
+    """Return the error for an argument that there is no memory to copy."""
+    return LibraryError(
+        f"argument {name!r}: no memory for a copy of it; pass a tensor that is contiguous and "
+        f"aligned to {ALIGNMENT} bytes, which needs none; original: {error}"
     )
 
 

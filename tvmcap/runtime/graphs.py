@@ -22,7 +22,7 @@ from tvmcap.runtime.loader import ffi
 from tvmcap.runtime.patches import NotUnderstoodError, Slot, learn
 
 LIMIT_BYTES = 64 << 20
-#: Sizes remembered as seen once.
+#: Sizes remembered as seen once, and sizes with a graph or the reason why they have none.
 _SEEN_KEPT = 4096
 #: Executables of one graph, each for addresses of its own, that are made in its life at most.
 _DUPLICATES = 16
@@ -69,8 +69,8 @@ class Graphs:
         self._cuda = cuda
         self._record = record
         self._limit = limit_bytes
-        self._entries: OrderedDict[Plan, Entry] = OrderedDict()
-        self._seen: dict[Plan, None] = {}
+        self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()  # by a plan's sizes
+        self._seen: dict[tuple[int, ...], None] = {}
         self._last: Entry | None = None
         self._launch = cuda.launch_raw
         self.nbytes = 0
@@ -92,9 +92,9 @@ class Graphs:
 
         Raises LibraryError where the launch fails.
         """
-        entry = self._entries.get(plan)
+        entry = self._entries.get(plan.sizes)
         if entry is None:
-            entry = self._first_calls(plan, addresses, values, targets)
+            entry = self._first_calls(plan.sizes, addresses, values, targets)
             if entry is None:
                 return False
         replay = entry.replays.get(addresses) or self._other(entry, addresses)
@@ -102,7 +102,7 @@ class Graphs:
             self.fallbacks[entry.reason] += 1
             return False
         if entry is not self._last:
-            self._entries.move_to_end(plan)
+            self._entries.move_to_end(plan.sizes)
             self._last = entry
         status = self._launch(replay, stream)
         if status:
@@ -111,23 +111,29 @@ class Graphs:
         return True
 
     def _first_calls(
-        self, plan: Plan, addresses: tuple[int, ...], values: Sequence[Any], targets: Sequence[Any]
+        self,
+        sizes: tuple[int, ...],
+        addresses: tuple[int, ...],
+        values: Sequence[Any],
+        targets: Sequence[Any],
     ) -> Entry | None:
         """Record a call at its second time: the first loads what the kernels need."""
-        if plan not in self._seen:
+        if sizes not in self._seen:
             if len(self._seen) >= _SEEN_KEPT:
                 self._seen.clear()
-            self._seen[plan] = None
+            self._seen[sizes] = None
             return None
-        del self._seen[plan]
+        del self._seen[sizes]
         try:
             entry = self._capture(addresses, values, targets)
         except (CaptureError, LibraryError) as e:
             entry = Entry(str(e))
-        self._entries[plan] = entry
+        self._entries[sizes] = entry
         self.nbytes += entry.nbytes
-        while self.nbytes > self._limit and len(self._entries) > 1:
-            self._evict(*self._entries.popitem(last=False))
+        while len(self._entries) > 1 and (
+            self.nbytes > self._limit or len(self._entries) > _SEEN_KEPT
+        ):
+            self._evict(self._entries.popitem(last=False)[1])
         return entry
 
     def _capture(
@@ -181,16 +187,20 @@ class Graphs:
     def _other(self, entry: Entry, addresses: tuple[int, ...]) -> int:
         """Return an executable graph for addresses that none has yet; 0 where that is impossible.
 
-        It is the movable one, but for addresses met before a new one, which is movable from then
-        on. One whose update fails is freed: what its kernels hold is not known any more.
+        It is the movable one, but for addresses met before a new one where that can be had, which
+        is movable from then on. One whose update fails is freed: what its kernels hold is not known
+        any more.
         """
         if entry.users is None:
             return 0
-        old: Sequence[int] = entry.movable
+        replay, old = 0, (-1,) * len(addresses)
         room = len(entry.replays) < _DUPLICATES and self.nbytes < self._limit
         if (addresses in entry.met and room) or entry.movable not in entry.replays:
-            replay, old = self._duplicate(entry), (-1,) * len(addresses)
-        else:
+            replay = self._duplicate(entry)
+        if not replay and entry.movable not in entry.replays:
+            return 0
+        if not replay:
+            old = entry.movable
             if len(entry.met) >= _MET_KEPT:
                 entry.met.clear()
             entry.met[addresses] = None
@@ -205,13 +215,18 @@ class Graphs:
         return replay
 
     def _duplicate(self, entry: Entry) -> int:
-        """Make a further executable of a graph."""
-        stream = self._cuda.new_stream()
+        """Make a further executable of a graph; 0, and why, where the device has no room for it."""
+        cuda = self._cuda
         try:
-            graph = ctypes.c_void_p(entry.graph)
-            replay, nbytes = self._cuda.instantiate(graph, stream, entry.nodes)
-        finally:
-            self._cuda.destroy_stream(stream)
+            stream = cuda.new_stream()
+            try:
+                graph = ctypes.c_void_p(entry.graph)
+                replay, nbytes = cuda.instantiate(graph, stream, entry.nodes)
+            finally:
+                cuda.destroy_stream(stream)
+        except LibraryError as e:
+            entry.reason = str(e)
+            return 0
         entry.nbytes += nbytes
         self.nbytes += nbytes
         self.duplicates += 1
@@ -233,7 +248,7 @@ class Graphs:
         for node in changed:
             self._cuda.update(handle, node)
 
-    def _evict(self, plan: Plan, entry: Entry) -> None:
+    def _evict(self, entry: Entry) -> None:
         self.nbytes -= entry.nbytes
         self.evictions += 1
         self._destroy(entry)

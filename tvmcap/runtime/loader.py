@@ -8,7 +8,6 @@ import importlib.util
 import logging
 import os
 import sys
-import tempfile
 import threading
 import weakref
 from functools import lru_cache
@@ -18,7 +17,8 @@ from typing import Any
 from tvmcap.base import cudart
 from tvmcap.base.codegen import find_cudart
 from tvmcap.base.errors import ConfigError, IncompatibleLibraryError, LibraryError, ToolchainError
-from tvmcap.base.manifest import Manifest
+from tvmcap.base.folders import temporary_folder
+from tvmcap.base.manifest import Manifest, stored_digest
 from tvmcap.base.tensors import read_tensors
 from tvmcap.runtime.machine import usable_cores
 
@@ -171,8 +171,8 @@ class _Code:
     the other module with dangling handles.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.module = _load(path)
+    def __init__(self, path: Path, digest: bytes) -> None:
+        self.module, self.digest = _load(path), digest
 
 
 _codes: weakref.WeakValueDictionary[tuple[int, int], _Code] = weakref.WeakValueDictionary()
@@ -182,17 +182,23 @@ _codes_lock = threading.Lock()
 def _code(path: Path) -> _Code:
     stat = path.stat()
     identity = (stat.st_dev, stat.st_ino)  # a mapped file keeps its inode, whatever takes its name
+    digest = stored_digest(path)
     with _codes_lock:
         code = _codes.get(identity)
         if code is None:
-            code = _codes[identity] = _Code(path)
-        return code
+            code = _codes[identity] = _Code(path, digest)
+    if code.digest != digest:
+        raise LibraryError(
+            f"{path}: was written over in place while its former code is in use here: write a new "
+            "version to another file and rename that, as lib.export does, and load it again"
+        )
+    return code
 
 
 def _load(path: Path) -> Any:
     """Load under a new name: dlopen answers a known name with the file it first stood for."""
-    with tempfile.TemporaryDirectory(prefix="tvmcap-") as folder:
-        alias = Path(folder) / "library.so"
+    with temporary_folder("tvmcap-") as folder:
+        alias = folder / "library.so"
         alias.symlink_to(path.resolve())
         try:
             return ffi().load_module(str(alias), keep_module_alive=False)

@@ -16,6 +16,7 @@ from tvmcap.runtime.frameworks import (
     Copies,
     adopt_dlpack,
     check_out,
+    uncopied,
     wrong,
 )
 from tvmcap.runtime.loader import empty, ffi
@@ -92,14 +93,17 @@ class NumpyTensors:
             raise wrong(spec.name, dtype, x.dtype, f"convert it with .astype('{dtype}')")
         if not x.flags.c_contiguous:
             self._copies.note(spec.name, "not contiguous")
-            x = self._copy(x)
+            x = self._copy(x, spec)
         elif x.ctypes.data & MISALIGNED:
             self._copies.note(spec.name, f"not aligned to {ALIGNMENT} bytes")
-            x = self._copy(x)
+            x = self._copy(x, spec)
         return self._wrap(x, spec.dtype)
 
-    def _copy(self, x: Any) -> Any:
-        copy = self._empty(x.shape, x.dtype, x.nbytes)
+    def _copy(self, x: Any, spec: TensorSpec) -> Any:
+        try:
+            copy = self._empty(x.shape, x.dtype, x.nbytes)
+        except MemoryError as e:
+            raise uncopied(spec.name, e) from e
         copy[...] = x
         return copy
 

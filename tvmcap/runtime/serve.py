@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import signal
 import socket
@@ -55,14 +56,16 @@ class ServeOptions:
     def __post_init__(self) -> None:
         """Refuse values that make no sense."""
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name):
-            raise ConfigError(f"name {self.name!r}: expected letters, digits, '.', '_' and '-'")
+            raise ConfigError(
+                f"name {self.name!r}: expected letters, digits, '.', '_' and '-'; --name gives one"
+            )
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port {self.port}: expected 0 to 65535")
         for field in ("max_batch", "max_queue", "max_request_mb", "read_timeout_s"):
-            if getattr(self, field) <= 0:
+            if not 0 < getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}: expected more than 0, got {getattr(self, field)}")
         for field in ("max_delay_ms", "drain_s"):
-            if getattr(self, field) < 0:
+            if not 0 <= getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}: expected at least 0, got {getattr(self, field)}")
 
 
@@ -113,7 +116,7 @@ def serve(
             backlog=_BACKLOG,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(options.drain_s),
+            timeout_graceful_shutdown=math.ceil(options.drain_s),
         )
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         server = _Server(config, lambda: started(_url(listener)))

@@ -40,6 +40,9 @@ class Contexts:
             if self._graph_bytes is not None:
                 context.use_graphs(self._graph_bytes)
         self._all.add(context)
+        if self._refusal:  # closed while it was made
+            context.close()
+        self.check()
         return context
 
     def use_graphs(self, limit_bytes: int) -> None:
@@ -95,16 +98,17 @@ class _Missing:
 class Threads(threading.local):
     """``here`` is the context of the calling thread, made when it is first looked at.
 
-    LibraryError once calls are refused. With ``ready`` that of the thread that makes this object is
-    made at once.
+    LibraryError once calls are refused.
     """
 
     here: CpuContext | CudaContext = _Missing()  # type: ignore[assignment]  # hidden by a thread's
 
-    def __init__(self, contexts: Contexts, ready: bool = True) -> None:
+    def __init__(self, contexts: Contexts) -> None:  # runs in every thread that meets the object
         self.contexts = contexts
-        if ready:
-            self.here = contexts.new(self)
+
+    def enter(self) -> None:
+        """Make the context of the calling thread now."""
+        self.here = self.contexts.new(self)
 
     def leave(self) -> None:
         """Have no ``here`` in the calling thread any more.

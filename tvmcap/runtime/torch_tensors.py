@@ -8,7 +8,15 @@ from typing import Any, cast
 
 from tvmcap.base.signature import Signature, TensorSpec
 from tvmcap.runtime.binding import Plan, Shape
-from tvmcap.runtime.frameworks import ALIGNMENT, MISALIGNED, Copies, check_out, wrong
+from tvmcap.runtime.frameworks import (
+    ALIGNMENT,
+    MISALIGNED,
+    Copies,
+    check_out,
+    is_of_memory,
+    uncopied,
+    wrong,
+)
 from tvmcap.runtime.seen import guard
 
 #: Looks of inputs remembered, and of outputs.
@@ -114,11 +122,17 @@ class TorchTensors:
         if not isinstance(x, torch.Tensor):
             if not hasattr(x, "__dlpack__"):
                 raise wrong(spec.name, "a tensor", type(x).__name__)
-            x = torch.from_dlpack(x)
+            try:
+                x = torch.from_dlpack(x)
+            except Exception as e:
+                raise wrong(
+                    spec.name, "a tensor that torch can use", type(x).__name__, f"DLPack says: {e}"
+                ) from e
         self._check(x, spec, dtype)
         x = x.detach()
         try:
             if x.is_neg():
+                self._copies.note(spec.name, "a lazily negated view")
                 x = x.resolve_neg()
             if not x.is_contiguous():
                 self._copies.note(spec.name, "not contiguous")
@@ -127,6 +141,8 @@ class TorchTensors:
                 self._copies.note(spec.name, f"not aligned to {ALIGNMENT} bytes")
                 x = x.clone()
         except RuntimeError as e:
+            if is_of_memory(e):
+                raise uncopied(spec.name, e) from e
             raise wrong(spec.name, "a tensor with memory of its own", f"one without ({e})") from e
         return x
 

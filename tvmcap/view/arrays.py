@@ -27,7 +27,8 @@ def numpy_dtype(name: str) -> Any:
 def draw(signature: Signature, sizes: Mapping[str, int], seed: int) -> list[Any]:
     """Draw normal floats, integers 0 and 1; a size that is not given is 16, within bounds."""
     rng = np.random.default_rng(seed)
-    chosen = {d.name: min(max(16, d.min), d.max or 16) for d in signature.dims} | dict(sizes)
+    chosen = {d.name: max(d.min, 16 if d.max is None else min(16, d.max)) for d in signature.dims}
+    chosen |= sizes
     drawn = []
     for spec in signature.inputs:
         shape = [evaluate(s, chosen) for s in spec.shape]

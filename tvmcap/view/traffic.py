@@ -24,6 +24,16 @@ Table = Mapping[str, Any]
 hold."""
 
 
+def kernel_table(compiled: Any) -> Table | None:
+    """Return the table of kernels that the library carries, or make it from the module."""
+    stored: Table | None = getattr(compiled.manifest, "kernels", None)
+    if stored or compiled.module is None:
+        return stored or None
+    from tvmcap.view.kernels import table
+
+    return table(compiled.module, compiled.signature)
+
+
 @dataclass
 class Moved:
     """Bytes that one call moves, weights apart from activations.

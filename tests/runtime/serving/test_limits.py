@@ -54,6 +54,13 @@ CASES = {
     "no HTTP": (lambda url: [b"\x16\x03\x01\x02\x00\x01nonsense\r\n\r\n"], 400),
     "a header without colon": (lambda url: [head(url, "nonsense")], 400),
     "an upgrade": (lambda url: [head(url, "Upgrade: websocket", "Connection: Upgrade")], 400),
+    "an upgrade of a request with a body": (
+        lambda url: [
+            head(url, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "Content-Length: 2"),
+            b"{}",
+        ],
+        400,
+    ),
     "no body": (lambda url: [head(url, "Content-Length: 0")], 400),
     "JSON of another kind": (lambda url: [head(url, "Content-Length: 4"), b"null"], 400),
     "a length that is none": (
@@ -117,6 +124,24 @@ def test_slow_clients_are_sent_away_and_keep_nobody_waiting(url):
         for connection in connections:
             with connection:
                 assert answer(connection).startswith(b"HTTP/1.1 408 "), connection
+
+
+def test_an_upgrade_is_refused_in_words_that_help(url):
+    got = send(url, head(url, "Connection: upgrade", "Upgrade: h2c", "Content-Length: 2") + b"{}")
+    assert b"'h2c': this server speaks HTTP/1.1 alone" in got and b"onnection: close" in got
+
+
+def test_empty_lines_after_an_answer_are_no_reason_to_stay(url):
+    request = serving_client.infer_request(url, np.ones((1, 16), np.float32))
+    with connect(url) as connection:
+        connection.sendall(request)
+        assert answer(connection).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        assert answer(connection).startswith(b"HTTP/1.1 408 ")
+    with connect(url) as connection:
+        for _ in range(3):
+            connection.sendall(request + b"\r\n")
+            assert answer(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_does_not_read_is_cut_off(url, served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import shutil
@@ -24,17 +25,19 @@ from tvmcap.base.errors import (
 )
 from tvmcap.base.manifest import read_manifest, rewrite_manifest
 from tvmcap.base.signature import DimSpec, TensorSpec
+from tvmcap.deploy_verbs import draw_rows
+from tvmcap.runtime.serving.app import App
+from tvmcap.runtime.serving.batching import Limits
 from tvmcap.runtime.serving.library import (
     Sample,
     ServedLibrary,
     batch_dimension,
     check_successor,
 )
-from tvmcap.view import arrays
 
 
 def drawn(signature):
-    return Sample(tuple(arrays.draw(signature, {}, seed=0)))
+    return Sample(draw_rows(signature))
 
 
 def serve(path, sample=drawn, batched=True):
@@ -84,6 +87,55 @@ def test_rows_that_depend_on_each_other_are_not_joined(stranger):
     np.testing.assert_allclose(library.run([[x, x]])[0][0], 2 * x - x.mean(0), rtol=1e-4, atol=1e-5)
 
 
+def test_a_sample_of_one_row_does_not_hide_that_rows_depend(stranger):
+    x = np.random.randn(1, 8).astype(np.float32)
+
+    def sample(signature):  # the mean of one row is the row
+        return Sample(draw_rows(signature), (x, x), {"out0": x})
+
+    serve(stranger, sample, batched=False)
+    with pytest.raises(ConfigError, match="rows of a batch depend on each other"):
+        serve(stranger, sample)
+
+
+def with_bounds(path, source, least, most):
+    """Copy a library with another bound of its batch."""
+    shutil.copyfile(source, path)
+    manifest = read_manifest(path)
+    dims = (DimSpec(manifest.signature.dims[0].name, least, most),)
+    rewrite_manifest(
+        path,
+        dataclasses.replace(manifest, signature=dataclasses.replace(manifest.signature, dims=dims)),
+    )
+    return path
+
+
+@pytest.mark.parametrize(("least", "most"), [(2, 512), (200, 300), (512, 512)])
+def test_a_library_that_takes_no_single_row_is_checked_on_more(
+    net, stranger, tmp_path, least, most
+):
+    assert serve(with_bounds(tmp_path / "net.so", net, least, most))
+    if most > least:
+        with pytest.raises(ConfigError, match="rows of a batch depend on each other"):
+            serve(with_bounds(tmp_path / "stranger.so", stranger, least, most))
+
+
+def test_no_batch_has_more_rows_than_the_library_takes(net, tmp_path):
+    path = with_bounds(tmp_path / "net.so", net, 0, 8)
+    app = App("net", lambda _: serve(path), Limits(32, 0.05, 100), 10**6, False)
+    xs = [np.random.randn(n, WIDTH).astype(np.float32) for n in (3, 1, 8, 3, 3, 2, 7, 1)]
+
+    async def scene():
+        async with app._lifespan(None):
+            asked = [app._batcher.submit([x], *app._served.place([x])) for x in xs]
+            return await asyncio.gather(*asked)
+
+    model = Net(0).eval()
+    for x, (got,) in zip(xs, asyncio.run(scene()), strict=True):
+        want = model(torch.from_numpy(x)).detach().numpy()
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_library_without_a_batch_is_not_joined(tmp_path):
     path = export(Net(0).eval(), tmp_path / "static.so", torch.randn(4, WIDTH), dynamic=None)
     with pytest.raises(ConfigError, match=r"same dynamic dimension in front.*max-batch 1"):
@@ -105,13 +157,13 @@ def test_the_batch_stands_in_front_everywhere_and_nowhere_else(net):
 def test_outputs_are_held_to_the_sample(net):
     x = np.random.randn(3, WIDTH).astype(np.float32)
     good = Net(0).eval()(torch.from_numpy(x)).detach().numpy()
-    assert serve(net, lambda _: Sample((x,), {"out0": good}))
+    assert serve(net, lambda _: Sample((x,), (x,), {"out0": good}))
     wrong, nan = good.copy(), good.copy()
     wrong[1, 2] += 0.01
     nan[0, 0] = np.nan
     for bad in (wrong, nan, good[:2]):
         with pytest.raises(VerifyError, match="out0"):
-            serve(net, lambda _, bad=bad: Sample((x,), {"out0": bad}))
+            serve(net, lambda _, bad=bad: Sample((x,), (x,), {"out0": bad}))
 
 
 def spoil(path: Path, how: str) -> None:

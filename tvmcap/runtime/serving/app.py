@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,6 +30,7 @@ from tvmcap.versions import __version__
 
 _log = logging.getLogger("tvmcap")
 _VERSION = "1"
+_CLIENT_GONE = 499
 _EXTENSIONS = ["binary_tensor_data", "model_repository"]
 
 
@@ -51,11 +53,13 @@ class App:
         largest: int,
         swaps: bool,
     ) -> None:
-        self._name, self._open, self._limits, self._swaps = name, open_library, limits, swaps
+        self._name, self._open, self._swaps = name, open_library, swaps
         self._metrics = Metrics()
         self._bodies = Bodies(largest)
         self._loader = ThreadPoolExecutor(1, "tvmcap-load")
         self._served = self._loader.submit(open_library, None).result()
+        # a successor takes what this library takes, so the limit holds for it, too
+        self._limits = replace(limits, max_batch=self._served.most_rows(limits.max_batch))
         self._metrics.serving(name, self._served.sha256)
         self._swap_lock = asyncio.Lock()
         self._batcher: Batcher | None = None
@@ -146,7 +150,7 @@ class App:
                 )
             return Response(content, headers=headers)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it; it counts in the metrics
+            return Response(status_code=_CLIENT_GONE)  # nobody reads it; it counts in the metrics
         except Refused as e:
             return _error(e.status, str(e), e.headers)
         except InputError as e:
@@ -181,6 +185,8 @@ class App:
         try:
             async with self._bodies.read(request) as body:
                 given = protocol.load_json(body) if body else {}
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
         except Refused as e:
             return _error(e.status, str(e), e.headers)
         if given.get("parameters"):

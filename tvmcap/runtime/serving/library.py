@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from tvmcap.base.errors import ConfigError, LibraryError, VerifyError
-from tvmcap.base.signature import Signature, TensorSpec, flatten, unflatten
+from tvmcap.base.folders import temporary_folder
+from tvmcap.base.signature import DimSpec, Signature, TensorSpec, flatten, unflatten
 from tvmcap.library.export import copy_library
 from tvmcap.runtime.binding import Plan, make_plan
 from tvmcap.runtime.loader import ffi
@@ -22,7 +22,7 @@ from tvmcap.runtime.serving.protocol import check_datatypes, numpy_dtype
 from tvmcap.runtime.serving.tensors import array_of, tensor_on
 
 Arrays = Sequence[Any]
-_ROWS_CHECKED = 3
+_PARTS_CHECKED = 3
 #: Largest error beside the largest value of an output: far above rounding, far below a wrong kernel
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -30,12 +30,18 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs in the order of the signature; the outputs they give, by name, where these are known.
+    """What a library is checked on.
 
-    Floats of less than 32 bits may stand as float32.
+    Attributes
+    ----------
+    rows: inputs of several rows, in the order of the signature; whether their results depend on
+        each other tells whether requests can be joined.
+    inputs, outputs: inputs and the outputs that they give, by name, where these are known. Floats
+        of less than 32 bits may stand as float32.
     """
 
-    inputs: tuple[Any, ...]
+    rows: tuple[Any, ...]
+    inputs: tuple[Any, ...] = ()
     outputs: Mapping[str, Any] | None = None
 
 
@@ -47,7 +53,7 @@ class ServedLibrary:
     path : the library. It is copied first: what happens to the file later, in place or not, does
         not touch the code that runs.
     load : ``tvmcap.load``.
-    sample : the inputs, and the outputs if known, to check the library on.
+    sample : what to check the library on.
     batched : whether requests shall be joined.
     like : the signature that clients know; the library must take what that took.
 
@@ -81,6 +87,15 @@ class ServedLibrary:
         self._cuda = self._library.manifest.target["kind"] == "cuda"
         self._device = ffi().device("cuda", 0) if self._cuda else None
         self._check(sample(self.signature), batched)
+
+    def most_rows(self, wanted: int) -> int:
+        """Return how many rows a batch can have, ``wanted`` or fewer."""
+        bounds = self._bounds
+        return wanted if bounds is None or bounds.max is None else min(wanted, bounds.max)
+
+    @property
+    def _bounds(self) -> DimSpec | None:
+        return next((dim for dim in self.signature.dims if dim.name == self.batch_dim), None)
 
     def place(self, arrays: Arrays) -> tuple[int, Hashable]:
         """Return the rows of a request, and what requests must share to be joined with it.
@@ -119,22 +134,33 @@ class ServedLibrary:
         return outputs
 
     def _check(self, sample: Sample, batched: bool) -> None:
-        rows, _ = self.place(sample.inputs)
-        outputs = self._call(sample.inputs)
         if sample.outputs is not None:
-            self._compare(outputs, [sample.outputs[s.name] for s in self.signature.outputs])
+            self.place(sample.inputs)
+            want = [sample.outputs[spec.name] for spec in self.signature.outputs]
+            self._compare(self._call(sample.inputs), want)
+        elif not batched:
+            self.place(sample.rows)
+            self._call(sample.rows)
         if not batched:
             return
-        if self.batch_dim is None:
+        bounds = self._bounds
+        if bounds is None:
             raise ConfigError(
                 f"{self.path}: requests cannot be joined, as not every input and output has the "
                 "same dynamic dimension in front: serve it with --max-batch 1, or build it with "
                 "dynamic={...}"
             )
-        single = [[a[i : i + 1] for a in sample.inputs] for i in range(min(rows, _ROWS_CHECKED))]
-        alone = [np.concatenate(part) for part in zip(*(map(self._call, single)), strict=True)]
+        self._check_rows(sample.rows, max(1, bounds.min))
+
+    def _check_rows(self, inputs: Arrays, least: int) -> None:
+        """Compare the rows of one call with calls on ``least`` of them each."""
+        rows, _ = self.place(inputs)
+        together = self._call(inputs)
+        starts = range(0, rows - least + 1, least)[:_PARTS_CHECKED]
+        parts = [self._call([a[start : start + least] for a in inputs]) for start in starts]
+        apart = [np.concatenate(part) for part in zip(*parts, strict=True)]
         try:
-            self._compare([output[: len(single)] for output in outputs], alone)
+            self._compare([output[: least * len(starts)] for output in together], apart)
         except VerifyError as e:
             raise ConfigError(
                 f"{self.path}: requests cannot be joined, as rows of a batch depend on each other "
@@ -204,8 +230,8 @@ def _text(spec: TensorSpec) -> str:
 
 def _load_copy(path: Path, load: Callable[[Path], Any]) -> tuple[str, Any]:
     """Load a private copy; once it is loaded its file may go."""
-    with tempfile.TemporaryDirectory(prefix="tvmcap-serve-") as folder:
-        copy = Path(folder) / path.name
+    with temporary_folder("tvmcap-serve-") as folder:
+        copy = folder / path.name
         copy_library(path, copy)
         digest = hashlib.sha256()
         with open(copy, "rb") as file:

@@ -45,6 +45,14 @@ class Bodies:
             self._held -= size
 
     def _check_head(self, request: HttpRequest) -> None:
+        if "upgrade" in request.headers.get("connection", "").lower():
+            # the parser took what comes after the head for the other protocol's
+            raise Refused(
+                400,
+                f"Upgrade: {request.headers.get('upgrade', '')!r}: this server speaks HTTP/1.1 "
+                "alone; send the request without that header",
+                {"Connection": "close"},
+            )
         coding = request.headers.get("content-encoding", "identity")
         if coding != "identity":
             raise Refused(415, f"Content-Encoding {coding!r}: send the body as it is")
@@ -83,6 +91,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:  # noqa: D102
         if self._head_bytes is not None:
             self._head_bytes += len(data)
+        if not self._receiving and (self.cycle is None or self.cycle.response_complete):
+            self._receiving = True  # maybe an empty line, with which no request begins
+            self._arm()
         super().data_received(data)
         if self._head_bytes is not None and self._head_bytes > _HEAD_BYTES:
             self._close_with(

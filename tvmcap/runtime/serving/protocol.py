@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from tvmcap.base.signature import Signature, TensorSpec
 LENGTH_HEADER = "Inference-Header-Content-Length"
 JSON_LIMIT = 8 << 20
 """Bytes of JSON in a request: parsing holds up other requests. Larger tensors go as binary."""
+
+_ADDRESSABLE = 2**63 - 1
+"""Bytes, of which NumPy wants the product of all sizes but 0 to have no more."""
 
 _DATATYPES = {
     "bool": "BOOL",
@@ -186,9 +190,7 @@ def _array(spec: TensorSpec, tensor: Mapping[str, Any], binary: Mapping[str, mem
         raise Refused(
             400, f"{name}: expected {_DATATYPES[spec.dtype]}, got {tensor.get('datatype')!r}"
         )
-    shape = tensor.get("shape")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise Refused(400, f"{name}: shape: expected a list of sizes, got {shape!r}")
+    shape = _shape(spec, tensor.get("shape"), dtype.itemsize)
     count = math.prod(shape)
     if name not in binary:
         return _from_json(name, dtype, tensor.get("data"), shape, count)
@@ -206,27 +208,35 @@ def _array(spec: TensorSpec, tensor: Mapping[str, Any], binary: Mapping[str, mem
     return np.frombuffer(piece, dtype).reshape(shape)
 
 
+def _shape(spec: TensorSpec, shape: object, itemsize: int) -> list[int]:
+    """Return the sizes of a tensor that an array can have."""
+    where, told = f"{spec.name}: shape", reprlib.repr(shape)
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+        raise Refused(400, f"{where}: expected a list of sizes, got {told}")
+    if len(shape) != len(spec.shape):
+        raise Refused(400, f"{where}: expected {len(spec.shape)} sizes, got {len(shape)}")
+    if math.prod(size for size in shape if size) * itemsize > _ADDRESSABLE:
+        raise Refused(400, f"{where}: no memory holds {told}")
+    return shape
+
+
 def _from_json(name: str, dtype: Any, data: object, shape: Sequence[int], count: int) -> Any:
     """Return values that stand in the JSON, nested or flat."""
     if not isinstance(data, list):
         raise Refused(400, f"{name}: expected data, a list, or the parameter binary_data_size")
-    integers = dtype.kind in "iu"
     try:
-        values = np.array(data, object if integers else None)
-    except (ValueError, OverflowError) as e:
+        values = np.array(data, object)  # NumPy makes texts as long as the longest of them
+    except ValueError as e:
         raise Refused(400, f"{name}: data: {e}") from e
     if values.size != count:
         raise Refused(400, f"{name}: {list(shape)} is {count} values, got {values.size}")
-    if integers:
-        fits = all(type(value) is int for value in values.flat)
-    else:
-        fits = values.dtype.kind in ("b" if dtype.kind == "b" else "iuf")
-    if count and not fits:
+    wanted = {"b": (bool,), "i": (int,), "u": (int,)}.get(dtype.kind, (int, float))
+    if not set(map(type, values.flat)).issubset(wanted):
         raise Refused(400, f"{name}: expected values of {dtype}")
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             array = values.astype(dtype)
-        exact = np.array_equal(array, values) if integers else _finite_as(array, values)
+        exact = np.array_equal(array, values) if dtype.kind in "iu" else _finite_as(array, values)
     except OverflowError:
         exact = False
     if not exact:
