@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,10 +137,11 @@ def _expm1(node: fx.Node, importer: Any) -> Any:
     x = cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
     dtype = dtype_of(x)
     far = emit(importer, relax.op.subtract(emit(importer, relax.op.exp(x)), relax.const(1, dtype)))
-    near: Any = relax.const(1 / 720, dtype)
-    for factor in (120, 24, 6, 2, 1):
+    terms = 11 if dtype == "float64" else 6  # what is left out is below the rounding
+    near: Any = relax.const(1 / math.factorial(terms), dtype)
+    for term in reversed(range(1, terms)):
         product = emit(importer, relax.op.multiply(near, x))
-        near = emit(importer, relax.op.add(product, relax.const(1 / factor, dtype)))
+        near = emit(importer, relax.op.add(product, relax.const(1 / math.factorial(term), dtype)))
     near = emit(importer, relax.op.multiply(near, x))
     size = emit(importer, relax.op.abs(x))
     is_near = emit(importer, relax.op.less(size, relax.const(0.1, dtype)))
