@@ -113,21 +113,3 @@ def test_an_encoder_layer_drops_what_eager_drops() -> None:
     fast = compiled(layer)
     for rows in (3, 4):
         same(fast, layer, torch.randn(rows, 5, 8), list(layer.parameters()))
-
-
-def test_a_kernel_of_torchs_sees_eagers_strides() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        y = x.t().contiguous().t() * 2
-        return torch.as_strided(y, (3,), (1,)) + y[1:, 0].sum()
-
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(compiled(fn)(x), fn(x))
-
-
-def test_a_strided_view_of_part_of_memory() -> None:
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(x.as_strided((2, 2), (2, 1), *offset) * 2 for offset in ((), (9,), (5,)))
-
-    x = torch.randn(5, 4)[2:]
-    for ours, eager in zip(compiled(fn)(x), fn(x), strict=True):
-        torch.testing.assert_close(ours, eager)
