@@ -190,8 +190,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--logs", type=Path, action="append", help="folders of records")
-    parser.add_argument("--target", default="cuda", help="cuda or llvm")
+    parser.add_argument(
+        "--logs", type=Path, action="append", help="folders of records; default: the shipped"
+    )
+    parser.add_argument("--target", default="cuda", choices=("cuda", "llvm"))
     parser.add_argument(
         "--unseen", type=Path, default=SAMPLES / "unseen", help="records that nothing was fitted to"
     )
@@ -204,7 +206,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="folder for a model learnt from all of it")
     options = parser.parse_args()
-    folders = options.logs or [ROOT / "tuning_logs" / options.target]
+    shipped = {"cuda": ROOT / "tuning_logs" / "cuda", "llvm": SAMPLES / "llvm"}
+    folders = options.logs or [shipped[options.target]]
     data = load(options.target, folders, options.template, options.any_source)
     names = json.loads(options.epilogues.read_text())
     groups, template = data.groups, data.template

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from tvmcap.kernel.dataset import Group
 from tvmcap.kernel.fingerprint import target_of
 from tvmcap.kernel.loop_features import LOOP_NESTS
 from tvmcap.kernel.loop_recall import recall
-from tvmcap.kernel.records import Record, RecordStore
+from tvmcap.kernel.records import FILE_NAME, Record, RecordStore
 from tvmcap.schedules import TEMPLATES
 
 
@@ -52,13 +54,23 @@ def template_of(kind: str, name: str | None) -> Any:
     return kinds[chosen]
 
 
+def stored(folder: Path) -> RecordStore:
+    """Return what a folder holds; one with ``records.jsonl.gz`` is for reading alone."""
+    packed = folder / f"{FILE_NAME}.gz"
+    if not packed.is_file():
+        return RecordStore(folder)
+    with tempfile.TemporaryDirectory(prefix="tvmcap-records-") as unpacked:
+        Path(unpacked, FILE_NAME).write_bytes(gzip.decompress(packed.read_bytes()))
+        return RecordStore(Path(unpacked))
+
+
 def load_records(kind: str, folders: Sequence[Path], name: str | None) -> list[Record]:
     """Return the records of a template in folders."""
     chosen = template_of(kind, name).name
     return [
         r
         for f in folders
-        for r in RecordStore(f).records
+        for r in stored(f).records
         if (r.template or LOOP_NESTS.name) == chosen and r.target["kind"] == kind
     ]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from statistics import geometric_mean
 from typing import Any
 
 Row = dict[str, Any]
@@ -72,7 +72,10 @@ def transfer(source: str, own: str) -> Callable[[list[Row]], tuple[list[str], li
 
 
 def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """One line a task: the trials of each search to the latency that stock has in the end."""
+    """One line a task: the trials of each search to the latency that stock has in the end.
+
+    The last line has the geometric means over tasks.
+    """
     head = [
         "task",
         "measured on",
@@ -82,17 +85,46 @@ def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         "ours",
         "fewer",
         "as `tune` does",
+        "mean of the seeds: MetaSchedule's trials",
+        "ours",
+        "fewer",
     ]
-    body = []
+    body, every, means = list[list[str]](), list[float](), list[float]()
     for row in rows:
         found = [_reached(row, method) for method in ("stock", "eager", "ours")]
         product = _reached(row, "product")
         each = ratios(row)
-        mean = math.exp(sum(map(math.log, each)) / len(each))
-        fewer = f"{mean:.1f}x ({min(each):.1f}x to {max(each):.1f}x)"
+        every.append(geometric_mean(each))
+        fewer = f"{every[-1]:.1f}x ({min(each):.1f}x to {max(each):.1f}x)"
         goals = f"{min(row['goal_us']):.0f} to {max(row['goal_us']):.0f}"
-        body.append([row["task"], row["machine"], goals, *found, fewer, product])
+        stock, ours = of_means(row)
+        means.append(stock / ours)
+        mean = [str(stock), str(ours) if ours <= row["trials"] else f">{row['trials']}"]
+        line = [row["task"], row["machine"], goals, *found, fewer, product]
+        body.append([*line, *mean, f"{means[-1]:.1f}x"])
+    if rows:
+        both = (f"{geometric_mean(values):.1f}x" for values in (every, means))
+        of_seeds, of_mean = both
+        body.append(["all tasks", *[""] * 5, of_seeds, "", "", "", of_mean])
     return head, body
+
+
+def of_means(row: Row) -> tuple[int, int]:
+    """Return the trials of stock and ours to stock's last latency, all by the mean over seeds.
+
+    The mean is the geometric one of the best so far. One more than all trials where they did not
+    suffice.
+    """
+    curves = {
+        method: [geometric_mean(at) for at in zip(*row["curves_us"][method], strict=False)]
+        for method in ("stock", "ours")
+    }
+    goal = curves["stock"][row["trials"] - 1]
+    stock, ours = (
+        next((i + 1 for i, us in enumerate(c[: row["trials"]]) if us <= goal), row["trials"] + 1)
+        for c in curves.values()
+    )
+    return stock, ours
 
 
 def ratios(row: Row, method: str = "ours") -> list[float]:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import core_sets
 import loop_tasks
 import numpy as np
-from cost_model_load import machine
+from cost_model_load import machine, stored
 from cost_model_stock import StockSession
 from cost_model_tables import ratios
 
@@ -86,7 +86,7 @@ def session_of(search: Search, target: Any, stores: Stores) -> Session:
 
 def taught(records: Path, name: str, target: Any, seed: int) -> RankModel:
     """Return a model of all tasks' records for a target but those of the task itself."""
-    store = RecordStore(records)
+    store = stored(records)
     others = [loop_tasks.task(n, target) for n in loop_tasks.TASKS if n != name]
     keys = {task.key for task in others}
     known = [r for r in Stores((store,), store).usable(target) if r.key in keys]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gzip
 import json
 import os
 import sys
@@ -98,6 +99,14 @@ def test_candidates_are_checked_and_a_run_goes_on(logs: Path) -> None:
     assert "12 of 1 tasks, 2 again" in collecting.counted(logs)
     (group,) = LOOP_NESTS.groups(records)
     assert group.rows.shape == (12, len(FEATURES))
+
+
+def test_packed_records_are_read_as_they_are(logs: Path, tmp_path: Path) -> None:
+    plain = (logs / "records.jsonl").read_bytes()
+    (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(plain))
+    packed, here = loading.stored(tmp_path), loading.stored(logs)
+    assert packed.records == here.records and len(here.records) == 14
+    assert not (tmp_path / "records.jsonl").exists()
 
 
 def test_searches_start_alike_and_go_on(
@@ -195,9 +204,21 @@ def test_trials_to_the_latency_of_another(logs: Path, tmp_path: Path) -> None:
     assert row["reached"] == {"ours": [2], "stock": [4], "eager": [None], "product": [None]}
     assert tables.ratios(row) == [2.0] and tables.ratios(row, "eager") == [4 / 5]
     assert trials.row(tmp_path, SMALL, 5, 2) is None
-    head, body = tables.trials([row])
-    assert body == [[SMALL, row["machine"], "4 to 4", "4", ">4", "2", "2.0x (2.0x to 2.0x)", "-"]]
-    assert len(head) == len(body[0]) and row["machine"].endswith(", 1 cores")
+    head, (line, last) = tables.trials([row])
+    each = [SMALL, row["machine"], "4 to 4", "4", ">4", "2", "2.0x (2.0x to 2.0x)", "-"]
+    assert line == [*each, "4", "2", "2.0x"] and last[6] == last[-1] == "2.0x"
+    assert len(head) == len(line) == len(last) and row["machine"].endswith(", 1 cores")
+
+
+def test_trials_by_the_mean_over_seeds() -> None:
+    """Geometric means: stock's 6, 4, 4, 2 has its last at the fourth, ours 3, 2 at the second."""
+    stock, ours = [[9.0, 4.0, 4.0, 1.0], [4.0] * 4], [[9.0, 1.0, 1.0, 1.0], [1.0, 4.0, 4.0, 4.0]]
+    row = {"trials": 4, "curves_us": {"stock": stock, "ours": ours}}
+    assert tables.of_means(row) == (4, 2)
+    row["curves_us"] = {"stock": ours, "ours": stock}
+    assert tables.of_means(row) == (2, 4)
+    row["curves_us"] = {"stock": ours, "ours": [[3.0] * 4] * 2}
+    assert tables.of_means(row) == (2, 5)
 
 
 def test_the_search_of_a_run_has_its_time_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

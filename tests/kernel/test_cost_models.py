@@ -17,6 +17,7 @@ from tests.schedules.products import TARGET
 from tvmcap.base import codegen
 from tvmcap.base.errors import RecordError
 from tvmcap.kernel import dataset, models
+from tvmcap.kernel.fingerprint import fingerprint
 from tvmcap.kernel.records import RecordStore
 from tvmcap.kernel.stores import Stores
 from tvmcap.schedules import hopper_gemm as hopper
@@ -179,6 +180,30 @@ def test_a_run_refines_the_saved_model_on_the_records_of_its_own(
     refined = models.ready(stores, hopper.TEMPLATE, TARGET)
     times = np.array([r.median_us for r in turned])
     assert right(margins(refined), times) > right(margins(model), times) + 0.05
+
+
+def test_a_run_starts_from_the_model_of_another_machine_where_there_is_none_of_its_own(
+    model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All records of this one refine it, also those beside it; a build does not take it."""
+    there, here, cpu = (tmp_path / name for name in ("there", "here", "cpu"))
+    models.save(model, there, "hopper_gemm", {**fingerprint(TARGET), "arch": "sm_100a"})
+    stores = stores_of(there, here)
+    with caplog.at_level(logging.INFO, "tvmcap"):
+        start = models.ready(stores, hopper.TEMPLATE, TARGET)
+    np.testing.assert_array_equal(margins(start), margins(model))
+    assert "of another machine" in caplog.text and "not used" not in caplog.text
+    assert models.find(stores, hopper.TEMPLATE, TARGET) is None
+    assert "not for this target; it is not used" in caplog.text
+    times = made_up_us(UNSEEN, KNOBS) * [2.0 if k.group == 16 else 1.0 for k in KNOBS]
+    stores.append([record(UNSEEN, k, float(us)) for k, us in zip(KNOBS, times, strict=True)])
+    refined = models.ready(stores, hopper.TEMPLATE, TARGET)
+    assert right(margins(refined), times) > right(margins(model), times) + 0.05
+    few = models.train(records(count=20), hopper.TEMPLATE, TARGET)
+    models.save(few, here, "hopper_gemm", TARGET)
+    assert models.ready(stores, hopper.TEMPLATE, TARGET).pretrained == few.pretrained
+    models.save(model, cpu, "hopper_gemm", {**fingerprint(TARGET), "kind": "llvm"})
+    assert models.ready(stores_of(cpu), hopper.TEMPLATE, TARGET).base is None
 
 
 def test_few_records_of_another_target_suffice_with_a_source() -> None:

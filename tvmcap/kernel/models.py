@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,18 @@ def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
     RecordError: the file is no such model, or it is of another target or takes other features; the
         message names which.
     """
+    model, where = _read(path, template, seed)
+    if not same_target(where, fingerprint(target)):
+        raise RecordError(_foreign(path, where))
+    return model
+
+
+def _foreign(path: Path, where: Mapping[str, Any]) -> str:
+    return f"{path} is a model for {dict(where)}, not for this target"
+
+
+def _read(path: Path, template: Any, seed: int) -> tuple[RankModel, dict[str, Any]]:
+    """Return a model and the fingerprint of its target; raises RecordError as ``load``."""
     import xgboost
     from xgboost.core import XGBoostError
 
@@ -135,14 +147,12 @@ def load(path: Path, template: Any, target: Any, seed: int = 0) -> RankModel:
         raise RecordError(
             f"{path} is no cost model ({type(e).__name__}: {first}); train it again"
         ) from e
-    if not same_target(where, fingerprint(target)):
-        raise RecordError(f"{path} is a model for {where}, not for this target")
     expected = list(template.feature_names)
     if features != expected:
         raise RecordError(f"{path} takes other features: {_difference(features, expected)}")
     found = RankModel(seed, tuple(features), objective, measurements, source)
     found.base = booster
-    return found
+    return found, where
 
 
 def files(folder: Path) -> list[Path]:
@@ -162,14 +172,27 @@ def find(
     stores: Stores, template: Any, target: Any, seed: int = 0
 ) -> tuple[RankModel, Path] | None:
     """Return the first model beside the records of ``stores`` that serves, and its file."""
+    mine = fingerprint(target)
+    for model, path, where in _saved(stores, template, seed):
+        if same_target(where, mine):
+            return model, path
+        log.warning("%s; it is not used", _foreign(path, where))
+    return None
+
+
+def _saved(
+    stores: Stores, template: Any, seed: int
+) -> Iterator[tuple[RankModel, Path, dict[str, Any]]]:
+    """Yield each model beside the records of ``stores``, its file and its target's fingerprint."""
     for store in stores.stores:
         path = store.folder / (template.name + SUFFIX)
         if path.is_file():
             try:
-                return load(path, template, target, seed), path
+                model, where = _read(path, template, seed)
             except RecordError as e:
                 log.warning("%s; it is not used", e)
-    return None
+            else:
+                yield model, path, where
 
 
 def ready(
@@ -177,17 +200,26 @@ def ready(
 ) -> RankModel:
     """Return the model with which a run of tuning starts.
 
-    The one that was saved, refined on the records that are not beside it, or one learnt from all
-    records; without trees where there are too few. Records of the loop nests ``found`` count
-    whatever features they were written with.
+    The one that was saved, refined on the records that are not beside it. Where this target has
+    none, one of another CPU, or of another GPU, refined on all records of this target; without any,
+    one learnt from those, which has no trees where they are few. Records of the loop nests
+    ``found`` count whatever features they were written with.
     """
-    saved = find(stores, template, target, seed)
-    known = stores.usable(target)
-    if saved is None:
+    mine, known = fingerprint(target), stores.usable(target)
+    saved = [
+        (not same_target(where, mine), model, path)
+        for model, path, where in _saved(stores, template, seed)
+        if where.get("kind") == mine["kind"]
+    ]
+    if not saved:
         return train(_today(known, template, found), template, target, seed)
-    model, path = saved
-    beside = {id(r) for s in stores.stores if s.folder == path.parent for r in s.records}
-    more = _today([r for r in known if id(r) not in beside], template, found)
+    elsewhere, model, path = min(saved, key=lambda each: each[0])  # of likes the first
+    taught = set[int]()
+    if elsewhere:
+        log.info("%s is of another machine; what is measured here refines it", path)
+    else:
+        taught = {id(r) for s in stores.stores if s.folder == path.parent for r in s.records}
+    more = _today([r for r in known if id(r) not in taught], template, found)
     for group in groups(more, template, target):
         model.add(group.name, group.rows, group.times_us)
     model.fit()
