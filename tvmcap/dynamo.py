@@ -202,8 +202,7 @@ class _Call:
         if self._orders:
             results = list(results)
             for i, order in self._orders:
-                back = [order.index(axis) for axis in range(len(order))]
-                results[i] = results[i].permute(order).contiguous().permute(back)
+                results[i] = parts.in_order(results[i], order)
         return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +39,18 @@ def _binary(op: Callable[..., relax.Expr]) -> Converter:
         dtype = dtype_name(torch.result_type(*metas))
         if op is relax.op.divide:
             dtype = out_dtype(node)
-        a, b = (operand(importer, v, dtype) for v in importer.retrieve_args(node)[:2])
+        a, b = importer.retrieve_args(node)[:2]
+        if op is relax.op.subtract and isinstance(b, int | float) and "float" in dtype:
+            minus, b = relax.op.add, -b  # TVM takes (x + c) - c for x, which drops a rounding
+        else:
+            minus = op
+        a, b = (operand(importer, v, dtype) for v in (a, b))
         alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
         if alpha != 1:
             b = emit(importer, relax.op.multiply(b, relax.const(alpha, dtype)))
         if dtype == "bool" and op in _ON_BOOL:
             return emit(importer, _ON_BOOL[op](a, b))
-        return emit(importer, op(a, b))
+        return emit(importer, minus(a, b))
 
     return convert
 
@@ -136,10 +142,11 @@ def _expm1(node: fx.Node, importer: Any) -> Any:
     x = cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
     dtype = dtype_of(x)
     far = emit(importer, relax.op.subtract(emit(importer, relax.op.exp(x)), relax.const(1, dtype)))
-    near: Any = relax.const(1 / 720, dtype)
-    for factor in (120, 24, 6, 2, 1):
+    terms = 11 if dtype == "float64" else 6  # what is left out is below the rounding
+    near: Any = relax.const(1 / math.factorial(terms), dtype)
+    for term in reversed(range(1, terms)):
         product = emit(importer, relax.op.multiply(near, x))
-        near = emit(importer, relax.op.add(product, relax.const(1 / factor, dtype)))
+        near = emit(importer, relax.op.add(product, relax.const(1 / math.factorial(term), dtype)))
     near = emit(importer, relax.op.multiply(near, x))
     size = emit(importer, relax.op.abs(x))
     is_near = emit(importer, relax.op.less(size, relax.const(0.1, dtype)))
@@ -158,7 +165,8 @@ def _log1p(node: fx.Node, importer: Any) -> Any:
 
 def _log1p_of(importer: Any, x: relax.Expr, one: relax.Expr) -> Any:
     shifted = emit(importer, relax.op.add(x, one))
-    kept = emit(importer, relax.op.subtract(shifted, one))
+    minus_one = relax.const(-1, dtype_of(one))  # TVM would take (x + 1) - 1 for x
+    kept = emit(importer, relax.op.add(shifted, minus_one))
     ratio = emit(importer, relax.op.divide(x, kept))
     result = emit(importer, relax.op.multiply(emit(importer, relax.op.log(shifted)), ratio))
     is_same = emit(importer, relax.op.equal(shifted, one))

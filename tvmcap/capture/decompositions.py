@@ -71,6 +71,19 @@ _SEVERAL = (
 """Operators whose lowering gives the first result alone, where gradients need the others too."""
 
 
+_KEPT = ("lift.default", "lift_fresh.default", "erfinv.default", "copysign.Tensor")
+"""Operators whose rule in PyTorch is no help: tracing has one of its own for constants of the code,
+and the others end in ``torch.ops.prims``."""
+
+
+def _ends_in_prims(operator: Any) -> bool:
+    """Whether PyTorch's rule only gives an operator its name in ``torch.ops.prims``.
+
+    Nothing lowers those, and of some the traced dtype is wrong.
+    """
+    return hasattr(torch.ops.prims, operator.__name__.split(".")[0])
+
+
 def _decomposes_itself(operator: Any) -> bool:
     """Whether tracing sees what an operator is made of; torch's rule for it may go further."""
     key = "CompositeImplicitAutograd"
@@ -92,6 +105,7 @@ def for_training() -> dict[Any, Callable[..., Any]]:
         and (operator.__name__ not in known or operator.__name__ in _SEVERAL)
         and torch.Tag.nondeterministic_seeded not in operator.tags
         and not _decomposes_itself(operator)
+        and not (operator.__name__ in _KEPT or _ends_in_prims(operator))
     }
     own = missing_in_torch() | normalizations() | gradients() | pooling() | scatters()
     return {**found, **own}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import source
+from tvmcap.capture.random import draw_first, draws, hide, restore
 
 _aten = torch.ops.aten
 _PRODUCTS = (
@@ -50,7 +51,8 @@ def partition(graph: fx.GraphModule, outputs: int, memory_budget: float) -> Pair
     but the inputs at 0. The partitioner's own cuts for less budget may need more memory, as what
     is computed again in one go lives at once, or save more. So of the cuts in steps of a tenth,
     from 1 down to this budget, each is taken that needs less memory than the last one taken and
-    saves no more: less budget never means more of either.
+    saves no more: less budget never means more of either. What is drawn is always saved, as
+    drawing again gives other numbers.
     """
     best, needed, saved = None, 0, 0
     for step in range(_STEPS, -1, -1):
@@ -66,7 +68,10 @@ def partition(graph: fx.GraphModule, outputs: int, memory_budget: float) -> Pair
 
 def _cut(graph: fx.GraphModule, outputs: int, budget: float) -> Pair:
     config: Any = importlib.import_module("torch._functorch.config")
-    joint = copy(graph)
+    whole = copy(graph)
+    draw_first(whole)
+    drawn = _drawn(whole)
+    joint, hidden = hide(copy(whole), drawn)
     if budget == 1:
         _save_operands(joint)
     try:
@@ -79,7 +84,8 @@ def _cut(graph: fx.GraphModule, outputs: int, budget: float) -> Pair:
             f"PyTorch's partitioner failed at memory_budget={budget}: {type(e).__name__}: "
             f"{source.first_line(e)}. Another memory_budget may do"
         ) from e
-    return _save_bases(forward, backward, outputs)
+    pair = _save_bases(forward, backward, outputs)
+    return Pair(restore(pair.forward, whole, drawn, hidden), pair.backward)
 
 
 def copy(graph: fx.GraphModule) -> fx.GraphModule:
@@ -98,15 +104,20 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _save_operands(graph: fx.GraphModule) -> None:
-    """Mark what products of the backward graph read: computing it again would be a kernel."""
+    """Mark what products of the backward graph read: computing it again would be a kernel.
+
+    What the user's own checkpoints are to compute again stays so.
+    """
     policy = CheckpointPolicy.MUST_SAVE
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     forward = _forward_nodes(graph)
     for node in graph.graph.nodes:
         if node.target not in _PRODUCTS or node in forward:
             continue
         for operand in node.all_input_nodes:
             base = _unviewed(operand)
-            if base in forward and base.op == "call_function":
+            marked = base.meta.get("recompute") in again
+            if base in forward and base.op == "call_function" and not marked:
                 base.meta["recompute"] = policy
 
 
@@ -121,6 +132,15 @@ def _forward_nodes(graph: fx.GraphModule) -> set[fx.Node]:
         if inside and node.op != "output":
             found.add(node)
     return found
+
+
+def _drawn(graph: fx.GraphModule) -> list[fx.Node]:
+    """List what the forward part of a joint graph draws."""
+    forward = _forward_nodes(graph)
+    theirs = ("partitioner_tag", "is_backward")  # a gradient that draws numbers of its own
+    return [
+        n for n in graph.graph.nodes if n in forward and draws(n) and theirs not in n.meta.items()
+    ]
 
 
 VIEWS = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tvmcap.capture import source
 from tvmcap.capture.operators import is_known, operator_name
 from tvmcap.capture.partition import VIEWS
-from tvmcap.capture.random import is_random
+from tvmcap.capture.random import axes_in_memory, is_random
 from tvmcap.capture.size_nodes import Sizes, told_symbols
 
 NAME = "tvmcap.node"
@@ -62,6 +63,7 @@ def split(
     left: dict[str, str] = {}
     served: dict[fx.Node, bool] = {}
     views = last_views(graph, seen)
+    _keep_order(graph)
     for node in graph.graph.nodes:
         node.meta.setdefault(NAME, node.name)
         if node.op != "call_function":
@@ -77,9 +79,55 @@ def split(
     )
     found = [p.nodes for p in partitioner.propose_partitions() if any(map(_computes, p.nodes))]
     parted = fuse_by_partitions(graph, found, prefix=_PREFIX, always_return_tuple=True)
+    _free_order(parted)
+    _lay_out(parted)
     _pass_sizes(parted)
     names = tuple(n.target for n in parted.graph.nodes if n.op == "call_module")
     return Parts(parted, names, left)
+
+
+_AFTER = "after"
+"""Keyword of a random operator while a graph is parted: the one that draws before it."""
+
+
+def _keep_order(graph: fx.GraphModule) -> None:
+    """Let each random operator wait for the one before it: the generator's numbers are eager's."""
+    for before, after in pairwise(n for n in graph.graph.nodes if is_random(n)):
+        after.update_kwarg(_AFTER, before)
+
+
+def _free_order(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if _AFTER in node.kwargs:
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != _AFTER}
+
+
+def _lay_out(parted: fx.GraphModule) -> None:
+    """Give PyTorch's kernels what a part computes with its axes in memory as in eager.
+
+    Parts compute dense tensors in the natural order; random numbers and strides of views depend
+    on it.
+    """
+    for node in list(parted.graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or origin(node).op != "call_module":
+            continue
+        order = axes_in_memory(value)
+        readers = [n for n in node.users if n.op == "call_function"]
+        if order == tuple(range(len(order))) or not readers:
+            continue
+        with parted.graph.inserting_after(node):
+            new = parted.graph.call_function(in_order, (node, order))
+        new.meta["val"] = value
+        for reader in readers:
+            reader.replace_input_with(node, new)
+
+
+def in_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return ``x`` dense in memory, with its axes from the largest stride to the smallest."""
+    back = [order.index(axis) for axis in range(len(order))]
+    found: torch.Tensor = x.permute(*order).contiguous().permute(back)
+    return found
 
 
 _LOOKS = (*VIEWS, torch.ops.aten.slice.Tensor, torch.ops.aten.select.int)

@@ -22,12 +22,12 @@ def _pull(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     return grad
 
 
-def _adaptive(windows: int, places: int, device: torch.device) -> torch.Tensor:
+def _adaptive(windows: int, places: int, like: torch.Tensor) -> torch.Tensor:
     """Matrix of adaptive pooling: window i reaches from floor(i n / w) to ceil((i + 1) n / w)."""
-    window = torch.arange(windows, device=device)
+    window = torch.arange(windows, device=like.device)
     start = (window * places) // windows
     end = ((window + 1) * places + windows - 1) // windows
-    return _matrix(start, end, end - start, places)
+    return _matrix(start, end, end - start, places, like)
 
 
 def _strided(
@@ -44,21 +44,21 @@ def _strided(
     end = start + kernel
     inside = end.clamp(max=places) - start.clamp(min=0)
     counted = end.clamp(max=places + padding) - start if count_padding else inside
-    return _matrix(start, end, counted, places)
+    return _matrix(start, end, counted, places, like)
 
 
 def _matrix(
-    start: torch.Tensor, end: torch.Tensor, count: torch.Tensor, places: int
+    start: torch.Tensor, end: torch.Tensor, count: torch.Tensor, places: int, like: torch.Tensor
 ) -> torch.Tensor:
     place = torch.arange(places, device=start.device)
     inside = (place >= start.unsqueeze(-1)) & (place < end.unsqueeze(-1))
-    return inside.to(torch.float32) / count.unsqueeze(-1)
+    return inside.to(torch.promote_types(torch.float32, like.dtype)) / count.unsqueeze(-1)
 
 
 def adaptive_average_backward(grad: torch.Tensor, x: torch.Tensor, rank: int) -> torch.Tensor:
     """Write ``aten._adaptive_avg_pool2d_backward`` and the 3-d one."""
     sizes = zip(grad.shape[-rank:], x.shape[-rank:], strict=True)
-    return _pull(grad, [_adaptive(windows, places, x.device) for windows, places in sizes])
+    return _pull(grad, [_adaptive(windows, places, x) for windows, places in sizes])
 
 
 def average_backward(
@@ -81,7 +81,7 @@ def average_backward(
         size = kernel[axis]
         matrix = _strided(windows, places, size, stride[axis], padding[axis], count_include_pad, x)
         if divisor_override is not None:
-            matrix = (matrix > 0).to(torch.float32)
+            matrix = (matrix > 0).to(matrix.dtype)
         matrices.append(matrix)
     total = _pull(grad, matrices)
     return total if divisor_override is None else total / divisor_override

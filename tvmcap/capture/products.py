@@ -48,17 +48,33 @@ def _addmm(node: fx.Node, importer: Any) -> Any:
     return emit(importer, relax.op.add(y, bias))
 
 
+_WINDOW = {
+    "strides": "stride",
+    "padding": "padding",
+    "dilation": "dilation",
+    "groups": "groups",
+}
+"""Arguments of Relax's convolutions by those of torch's."""
+
+
+def _wide(x: relax.Expr) -> str:
+    """Element type to accumulate ``x`` in."""
+    return "float64" if dtype_of(x) == "float64" else "float32"
+
+
 def _convolution(node: fx.Node, importer: Any) -> Any:
     a = arguments_of(node, importer)
     x, weight, bias = a["input"], a["weight"], a["bias"]
     rank = len(x.ty.shape) - 2
-    common = (x, weight, None, a["stride"], a["padding"], a["dilation"], a["groups"])
+    axes = "DHW"[-rank:]
+    options = {name: a[key] for name, key in _WINDOW.items()}
+    options |= {"data_layout": f"NC{axes}", "out_dtype": _wide(x)}
     if a["transposed"]:
-        convert = getattr(importer, f"_conv_transpose{rank}d_impl")
-        y = convert(*common, a["output_padding"])
+        op = getattr(relax.op.nn, f"conv{rank}d_transpose")
+        more = {"kernel_layout": f"IO{axes}", "output_padding": a["output_padding"]}
     else:
-        y = getattr(importer, f"_conv{rank}d_impl")(*common)
-    y = cast(importer, y, out_dtype(node))
+        op, more = getattr(relax.op.nn, f"conv{rank}d"), {"kernel_layout": f"OI{axes}"}
+    y = cast(importer, emit(importer, op(x, weight, **options, **more)), out_dtype(node))
     if bias is None:
         return y
     return emit(
@@ -102,18 +118,19 @@ def _batch_norm(node: fx.Node, importer: Any) -> Any:
     """Make ``x * scale + shift`` of the running statistics, which fold into constants."""
     a = arguments_of(node, importer)
     x = a["input"]
+    wide = _wide(x)
     statistics = a["running_mean"], a["running_var"]
-    mean, variance = (cast(importer, t, "float32") for t in statistics)
-    eps = relax.const(a["eps"], "float32")
+    mean, variance = (cast(importer, t, wide) for t in statistics)
+    eps = relax.const(a["eps"], wide)
     scale = emit(importer, relax.op.rsqrt(emit(importer, relax.op.add(variance, eps))))
     if a["weight"] is not None:
-        scale = emit(importer, relax.op.multiply(scale, cast(importer, a["weight"], "float32")))
+        scale = emit(importer, relax.op.multiply(scale, cast(importer, a["weight"], wide)))
     shift = emit(importer, relax.op.negative(emit(importer, relax.op.multiply(mean, scale))))
     if a["bias"] is not None:
-        shift = emit(importer, relax.op.add(shift, cast(importer, a["bias"], "float32")))
+        shift = emit(importer, relax.op.add(shift, cast(importer, a["bias"], wide)))
     shape = (1, -1, *[1] * (len(x.ty.shape) - 2))
     scale, shift = (emit(importer, relax.op.reshape(t, shape)) for t in (scale, shift))
-    y = emit(importer, relax.op.multiply(cast(importer, x, "float32"), scale))
+    y = emit(importer, relax.op.multiply(cast(importer, x, wide), scale))
     return [cast(importer, emit(importer, relax.op.add(y, shift)), dtype_of(x)), None, None]
 
 

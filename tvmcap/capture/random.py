@@ -6,8 +6,7 @@ that the forward one used.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,38 +69,120 @@ def lift_draws(graph: fx.GraphModule, mode: FakeTensorMode) -> tuple[Draw, ...]:
 
 def is_random(node: fx.Node) -> bool:
     """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    tags = getattr(node.target, "tags", ())
+    return node.target is draw_mask or torch.Tag.nondeterministic_seeded in tags
+
+
+def draw_mask(
+    shape: Sequence[int],
+    order: Sequence[int],
+    p: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Draw the mask of dropout as eager does for a tensor of this shape, dtype and order of axes.
+
+    True, with probability ``1 - p``, for what is kept.
+    """
+    back = [order.index(axis) for axis in range(len(order))]
+    like = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device).permute(back)
+    mask: torch.Tensor = torch.native_dropout(like, p, True)[1]
+    return mask
 
 
 def draw_first(graph: fx.GraphModule) -> None:
     """Draw the masks of dropout out of sizes alone, so that no kernel has to wait for them.
 
-    The numbers are those of eager: a mask depends on the shape, the dtype and the generator.
+    The numbers are those of eager: a mask depends on the shape, the order in memory, the dtype and
+    the generator.
     """
     sizes = Sizes(graph.graph)
     for node in [n for n in graph.graph.nodes if n.target is _aten.native_dropout.default]:
         x, p, train = node.args
-        value = x.meta["val"]
+        value, mask_value = x.meta["val"], node.meta["val"][1]
         shape = [sizes.argument(size) for size in value.shape]
-        plain = axes_in_memory(value) == tuple(range(value.ndim))
-        if not (train and 0 < p < 1 and plain) or any(size is None for size in shape):
+        drops = train and isinstance(p, int | float) and 0 < p < 1
+        if not drops or any(size is None for size in shape):
             continue
         with graph.graph.inserting_before(node):
             add = graph.graph.call_function
-            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            like = add(_aten.empty.memory_format, (shape,), options)
-            drawn = add(_aten.native_dropout.default, (like, p, True))
-            mask = add(operator.getitem, (drawn, 1))
+            order = axes_in_memory(mask_value)
+            mask = add(draw_mask, (shape, order, p, value.dtype, value.device))
             kept = add(_aten._to_copy.default, (mask,), {"dtype": value.dtype})
             scaled = add(_aten.mul.Tensor, (kept, 1.0 / (1.0 - p)))
             result = add(_aten.mul.Tensor, (x, scaled))
-        drawn.meta["val"], mask.meta["val"] = node.meta["val"], node.meta["val"][1]
-        for new in (like, kept, scaled, result):
-            new.meta["val"] = node.meta["val"][0]
+        told = {key: value for key, value in node.meta.items() if key != "tensor_meta"}
+        for new in (mask, kept, scaled, result):
+            new.meta = {**told, "val": mask_value if new is mask else node.meta["val"][0]}
         for user in list(node.users):
             user.replace_all_uses_with((result, mask)[user.args[1]])
             graph.graph.erase_node(user)
         graph.graph.erase_node(node)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator draws with these arguments; fused attention does so for dropout alone."""
+    target: Any = node.target
+    if not is_random(node) or target is draw_mask:
+        return is_random(node)
+    names = [a.name for a in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    p = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(p != 0)
+
+
+def hide(graph: fx.GraphModule, drawn: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Make inputs of what nodes of those names draw, so that no partition draws it again.
+
+    ``graph`` is rewritten in place. Returns it, and what each new input stands for, by name.
+    """
+    names = {node.name for node in drawn}
+    hidden: dict[str, str] = {}
+    for node in [n for n in graph.graph.nodes if n.name in names]:
+        picked = isinstance(node.meta["val"], tuple | list)
+        for value in list(node.users) if picked else [node]:
+            new = add_input(graph, value.meta["val"])
+            hidden[new.name] = value.name
+            value.replace_all_uses_with(new)
+            if picked:
+                graph.graph.erase_node(value)
+        graph.graph.erase_node(node)
+    return graph, hidden
+
+
+def restore(
+    forward: fx.GraphModule,
+    joint: fx.GraphModule,
+    drawn: Sequence[fx.Node],
+    hidden: Mapping[str, str],
+) -> fx.GraphModule:
+    """Draw in a forward graph what ``hide`` made inputs of, in the order of the joint graph.
+
+    ``drawn`` are nodes of ``joint``, which is the graph before that. All are drawn, as in eager.
+    """
+    if not drawn:
+        return forward
+    kept = {n.name: n for n in forward.graph.nodes if n.op not in ("placeholder", "output")}
+    needed = set(drawn)
+    for node in reversed(joint.graph.nodes):
+        if node.name in hidden.values() or node in needed:
+            needed |= {node, *node.all_input_nodes}
+    new = fx.Graph()
+    env: dict[str, fx.Node] = {}
+
+    def add(node: fx.Node) -> None:
+        env[node.name] = new.node_copy(node, lambda n: env[hidden.get(n.name, n.name)])
+
+    for node in forward.graph.nodes:
+        if node.op == "placeholder" and node.name not in hidden:
+            add(node)
+    for node in joint.graph.nodes:
+        if node.op not in ("placeholder", "output") and (node.name in kept or node in needed):
+            add(kept.get(node.name, node))
+    add(forward.graph.output_node())
+    return fx.GraphModule(joint, new)
 
 
 def add_input(graph: fx.GraphModule, value: Any) -> fx.Node:
@@ -148,7 +229,7 @@ def _lift_dropout(
             "dropout",
             mask_value,
             source_value.dtype,
-            axes_in_memory(source_value),
+            axes_in_memory(mask_value),
             (float(p),),
         )
         with graph.graph.inserting_before(node):

@@ -60,10 +60,15 @@ def diagonal_scatter(
 def as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
-    """Write ``aten.as_strided`` of a contiguous tensor as a look-up of places in memory."""
-    if not x.is_contiguous():
+    """Write ``aten.as_strided`` of a contiguous tensor as a look-up of places in memory.
+
+    For places of x itself, where x is a view of more memory.
+    """
+    first = 0 if offset is None else offset - x.storage_offset()
+    last = first + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    if not x.is_contiguous() or first < 0 or last >= x.numel():
         return NotImplemented
-    rank, place = len(size), torch.full((), offset or 0, dtype=torch.int64, device=x.device)
+    rank, place = len(size), torch.full((), first, dtype=torch.int64, device=x.device)
     for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
         along = torch.arange(extent, device=x.device) * step
         place = place + along.reshape(-1, *[1] * (rank - 1 - axis))

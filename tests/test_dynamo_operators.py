@@ -1,0 +1,74 @@
+"""Operators under torch.compile that tracing, or a simplifier, treats in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tvmcap import dynamo
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def compiled(fn: Any) -> Any:
+    return torch.compile(fn, backend=dynamo.backend, options={"tune": "none"})
+
+
+def test_a_kernel_of_torchs_sees_eagers_strides() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.t().contiguous().t() * 2
+        return torch.as_strided(y, (3,), (1,)) + y[1:, 0].sum()
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(compiled(fn)(x), fn(x))
+
+
+def test_a_strided_view_of_part_of_memory() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.as_strided((2, 2), (2, 1), *offset) * 2 for offset in ((), (9,), (5,)))
+
+    x = torch.randn(5, 4)[2:]
+    for ours, eager in zip(compiled(fn)(x), fn(x), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_tensors_written_in_the_code() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x[torch.tensor([2, 0])] * torch.tensor(2.5) + torch.tensor([1, 2, 3, 4])
+
+    x, found = torch.randn(3, 4, requires_grad=True), []
+    for call in (compiled(fn), fn):
+        y = call(x)
+        found.append((y, *torch.autograd.grad(y.sum(), x)))
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("fn", [torch.copysign, torch.fmax, torch.hypot, torch.fmin])
+def test_operators_that_stay_with_torch(fn: Callable[..., torch.Tensor], caplog: Any) -> None:
+    args, found = [torch.randn(3, 4, requires_grad=True) for _ in range(2)], []
+    for call in (compiled(lambda x, y: fn(x * 2, y) + 1), lambda x, y: fn(x * 2, y) + 1):
+        y = call(*args)
+        found.append((y, *torch.autograd.grad(y.sum(), args)))
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert not [r for r in caplog.records if "prims" in r.getMessage()]
+
+
+def test_a_rounding_is_not_simplified_away() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x + 12582912.0) - 12582912.0, torch.log1p(x * 1e-3)
+
+    x = torch.randn(300)
+    rounded, logarithm = compiled(fn)(x)
+    assert torch.equal(rounded, x.round())
+    torch.testing.assert_close(logarithm, torch.log1p(x * 1e-3), rtol=3e-7, atol=0)
