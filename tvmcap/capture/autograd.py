@@ -239,7 +239,7 @@ def _translate(error: Exception, names: Sequence[str], sizes: Mapping[str, int])
 def _lift_constants(graph: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Turn tensors that the code refers to into inputs of the graph."""
     found: dict[str, torch.Tensor] = {}
-    known: dict[int, fx.Node] = {}
+    known: dict[tuple[Any, ...], fx.Node] = {}
     for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
         value = getattr(graph, str(node.target))
         if value.requires_grad:
@@ -247,9 +247,10 @@ def _lift_constants(graph: fx.GraphModule) -> dict[str, torch.Tensor]:
                 "the code uses a tensor that requires grad and is no argument; its gradient would "
                 "be lost. Pass it as an argument, or build the nn.Module that holds it"
             )
-        new = known.get(value.data_ptr())
+        same = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        new = known.get(same)
         if new is None:
-            new = known[value.data_ptr()] = add_input(graph, node.meta.get("val", value))
+            new = known[same] = add_input(graph, node.meta.get("val", value))
             found[new.name] = value.detach()
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)

@@ -169,6 +169,8 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
             first = _agree(importer, result, value[0], symbols)
             return [first, *[None] * (len(value) - 1)]
         return result
+    if isinstance(result, relax.Call):  # some rules of the importer's bind no variable
+        result = importer.block_builder.emit(result)
     if not isinstance(result, relax.Expr) or not isinstance(result.ty, relax.TensorType):
         raise ValueError(f"no tensor came out, but {type(result).__name__}")
     builder, dtype = importer.block_builder, dtype_name(value.dtype)

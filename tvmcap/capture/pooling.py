@@ -1,4 +1,4 @@
-"""Gradients of average pooling, as products with one matrix a dimension.
+"""Average pooling with a divisor of its own, and gradients: products with one matrix a dimension.
 
 Averaging over a box is averaging along each axis in turn; the matrix of an axis has a row a window
 and a column a place, and the gradient is a product with it.
@@ -6,6 +6,7 @@ and a column a place, and the gradient is a product with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,6 +88,41 @@ def average_backward(
     return total if divisor_override is None else total / divisor_override
 
 
+def average(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    rank: int,
+) -> Any:
+    """Write ``aten.avg_pool2d`` and the 3-d one where a divisor is given; else they stay whole.
+
+    A divisor replaces the count of places, so places past the end that ``ceil_mode`` adds can be
+    zeros of the input.
+    """
+    if divisor_override is None:
+        return NotImplemented
+    kernel, padding = _full(kernel, rank), _full(padding, rank)
+    stride = _full(stride, rank) if len(stride) else kernel
+    if ceil_mode:
+        ends = []
+        for axis in reversed(range(rank)):
+            size, k, s, p = x.shape[axis - rank], kernel[axis], stride[axis], padding[axis]
+            windows = (size + 2 * p - k + s - 1) // s + 1
+            windows -= (windows - 1) * s >= size + p
+            ends += [p, max((windows - 1) * s + k - size - p, p)]
+        x = torch.nn.functional.pad(x, ends)
+        windows_of = [0] * rank
+    else:
+        windows_of = padding
+    pool = _aten.avg_pool2d if rank == 2 else _aten.avg_pool3d
+    return pool(x, kernel, stride, windows_of) * (math.prod(kernel) / divisor_override)
+
+
 def _full(values: Sequence[int], rank: int) -> list[int]:
     return list(values) * rank if len(values) == 1 else list(values)
 
@@ -95,11 +131,13 @@ def pooling() -> dict[Any, Callable[..., Any]]:
     """List them by operator."""
 
     def of(rule: Callable[..., Any], rank: int) -> Callable[..., Any]:
-        return lambda *args: rule(*args, rank=rank)
+        return lambda *args, **kwargs: rule(*args, **kwargs, rank=rank)
 
     return {
         _aten._adaptive_avg_pool2d_backward.default: of(adaptive_average_backward, 2),
         _aten._adaptive_avg_pool3d_backward.default: of(adaptive_average_backward, 3),
         _aten.avg_pool2d_backward.default: of(average_backward, 2),
         _aten.avg_pool3d_backward.default: of(average_backward, 3),
+        _aten.avg_pool2d.default: of(average, 2),
+        _aten.avg_pool3d.default: of(average, 3),
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 
 _aten = torch.ops.aten
 
@@ -75,10 +76,31 @@ def as_strided(
     return x.reshape(-1)[place]
 
 
+def empty_strided(size: Sequence[int], stride: Sequence[int], **how: Any) -> torch.Tensor:
+    """Write ``aten.empty_strided``, which the gradient of a change in place fills, as zeros.
+
+    For memory without gaps; other strides leave the operator whole.
+    """
+    order = list(range(len(size)))
+    if not all(isinstance(n, int) for n in (*size, *stride)):
+        order = order if tuple(stride) == make_contiguous_strides_for(size) else []
+    else:
+        order.sort(key=lambda axis: -stride[axis])
+    lengths = [size[axis] for axis in order]
+    steps = tuple(stride[axis] for axis in order)
+    if len(order) != len(size) or steps != make_contiguous_strides_for(lengths):
+        return NotImplemented
+    how = {name: how.get(name) for name in ("dtype", "device")}
+    back = sorted(range(len(order)), key=lambda place: order[place])
+    zeros = torch.zeros(lengths, **how)
+    return zeros.permute(back) if order != sorted(order) else zeros
+
+
 def scatters() -> dict[Any, Callable[..., Any]]:
     """List them by operator; torch's decompositions change tensors in place, or there are none."""
     return {
         _aten.index_put.default: index_put,
         _aten.diagonal_scatter.default: diagonal_scatter,
         _aten.as_strided.default: as_strided,
+        _aten.empty_strided.default: empty_strided,
     }

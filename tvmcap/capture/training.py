@@ -66,6 +66,7 @@ def capture_training(
     joint = autograd.trace_joint(call, leaves, free, state)
     count = joint.outputs + len(joint.updates)
     pair = partition.partition(joint.graph, count, config.memory_budget)
+    _leave_out(pair.forward, count, joint.constants)
     symbols = _symbols(pair.forward, free, joint.state)
     dims = free.dims
     constants = joint.constants
@@ -99,6 +100,15 @@ def capture_training(
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
     return [n for n in graph.graph.nodes if n.op == "placeholder"]
+
+
+def _leave_out(forward: fx.GraphModule, count: int, constants: Mapping[str, Any]) -> None:
+    """Ensures the forward graph saves no constant: the backward graph holds its own."""
+    output = next(n for n in forward.graph.nodes if n.op == "output")
+    results = output.args[0]
+    saved = (n for n in results[count:] if n.name not in constants)
+    output.args = ((*results[:count], *saved),)
+    forward.recompile()
 
 
 def _lifted(joint: autograd.Joint) -> set[str]:

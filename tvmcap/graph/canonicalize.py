@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+
+from tvmcap.graph.rewrite import is_op, rebuild, values_of
 
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
     """Ensures common subexpressions are shared and dead code is gone."""
     return _run(
-        mod, relax.transform.CanonicalizeBindings(), relax.transform.EliminateCommonSubexpr()
+        without_empty(mod),
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.EliminateCommonSubexpr(),
     )
+
+
+def without_empty(mod: tvm.IRModule) -> tvm.IRModule:
+    """Ensures no product has a size of 0, for which kernels have no tiles: it is zeros."""
+
+    def emit(_: Any, value: Any) -> Any:
+        if not is_op(value, "matmul"):
+            return None
+        sizes = [*value.args[0].ty.shape.values, *value.args[1].ty.shape.values]
+        if not any(isinstance(size, tirx.IntImm) and size.value == 0 for size in sizes):
+            return None
+        return relax.op.zeros(value.ty.shape, str(value.ty.dtype.dtype))
+
+    values = values_of(mod["main"]).values()
+    return mod if all(emit(None, value) is None for value in values) else rebuild(mod, emit)
 
 
 def fold(mod: tvm.IRModule) -> tvm.IRModule:

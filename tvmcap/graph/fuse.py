@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tvm
 from tvm import relax, topi
+from tvm.ir import GenericConst
 
 from tvmcap.base.errors import BuildError
+from tvmcap.graph.dead_stores import drop_dead_stores
 from tvmcap.graph.group import Graph, fuse_ops, join
 from tvmcap.graph.merge import Serves, merge
 from tvmcap.graph.rewrite import is_op, named_by, outputs_of, rebuild, values_of
@@ -23,6 +26,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     for step in (
         relax.backend.DispatchSortScan(),  # prefix sums, which LegalizeOps leaves alone
         plain_reshapes,  # which that writes around a GPU's
+        keep_zeros,  # before LegalizeOps, which takes what is multiplied by zero for zero
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
         inline_scalars,  # after folding, which makes some of them
@@ -38,6 +42,34 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
             "or run that part in PyTorch"
         )
     return mod
+
+
+def keep_zeros(mod: tvm.IRModule) -> tvm.IRModule:
+    """Ensures no float is multiplied by the number zero: that is zero for finite values only.
+
+    Dividing by infinity gives the same for every value, and TVM does not shorten it.
+    """
+    values = values_of(mod["main"])
+
+    def emit(builder: Any, value: Any) -> Any:
+        if not is_op(value, "multiply"):
+            return None
+        for number, other in (value.args, reversed(value.args)):
+            zero = _number(number, values.get if builder is None else builder.lookup_binding)
+            dtype = str(value.ty.dtype.dtype)
+            if zero == 0 and "float" in dtype:
+                return relax.op.divide(other, relax.const(math.copysign(math.inf, zero), dtype))
+        return None
+
+    return mod if all(emit(None, v) is None for v in values.values()) else rebuild(mod, emit)
+
+
+def _number(value: Any, look: Callable[[Any], Any]) -> float | None:
+    """Return the constant number that a value is, whatever it is cast to; None for others."""
+    while isinstance(value, relax.Var) or is_op(value, "astype"):
+        value = look(value) if isinstance(value, relax.Var) else value.args[0]
+    is_number = isinstance(value, GenericConst) and value.ty.ndim == 0
+    return float(value.value.numpy().item()) if is_number else None
 
 
 def plain_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -73,7 +105,7 @@ def fuse(mod: tvm.IRModule, serves: Serves | None = None) -> tvm.IRModule:
     parts = fuse_ops(graph)
     if serves is not None:
         parts = merge(graph, parts, serves)
-    mod = relax.transform.FuseTIR()(join(graph, parts))
+    mod = drop_dead_stores(relax.transform.FuseTIR()(join(graph, parts)))
     return relax.transform.DeadCodeElimination(["main"])(mod)
 
 
