@@ -99,13 +99,12 @@ def trials(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         goals = f"{min(row['goal_us']):.0f} to {max(row['goal_us']):.0f}"
         stock, ours = of_means(row)
         means.append(stock / ours)
-        mean = [str(stock), str(ours) if ours <= row["trials"] else f">{row['trials']}"]
+        reached = [str(stock), str(ours) if ours <= row["trials"] else f">{row['trials']}"]
         line = [row["task"], row["machine"], goals, *found, fewer, product]
-        body.append([*line, *mean, f"{means[-1]:.1f}x"])
+        body.append([*line, *reached, f"{means[-1]:.1f}x"])
     if rows:
-        both = (f"{geometric_mean(values):.1f}x" for values in (every, means))
-        of_seeds, of_mean = both
-        body.append(["all tasks", *[""] * 5, of_seeds, "", "", "", of_mean])
+        seeds, mean = (f"{geometric_mean(values):.1f}x" for values in (every, means))
+        body.append(["all tasks", *[""] * 5, seeds, "", "", "", mean])
     return head, body
 
 

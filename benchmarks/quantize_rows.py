@@ -79,7 +79,7 @@ def quantized_scaled_mm(
     )  # fmt: skip
 
 
-#: By scheme: what torch.compile gets whole, and the name of its row.
+#: By scheme: the name of the baseline that torch.compile gets whole, and its function.
 COMPILED = {
     "int8": ("torch_compile_int8", linear_gelu_int8),
     "e4m3": ("quantized_scaled_mm", quantized_scaled_mm),

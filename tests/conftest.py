@@ -105,6 +105,15 @@ def hidden_gpu() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing compiled by torch before, and a generator that starts alike."""
+    import torch
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def without_gpu() -> Iterator[None]:
     """Make this a machine without a GPU."""
     with hidden_gpu():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tvmcap
-from tvmcap import dynamo
+from tests.compiling import compiled
 
 Fn = Callable[..., Any]
 
@@ -40,13 +40,12 @@ CASES: dict[str, tuple[Fn, Callable[[], tuple[torch.Tensor, ...]]]] = {
 }
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_have_the_precision_of_float64(case: str) -> None:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
     fn, make = CASES[case]
     args = make()
-    fast = torch.compile(fn, backend=dynamo.backend, options={"tune": "none"})
+    fast = compiled(fn)
     found = []
     for call in (fast, fn):
         results = call(*args)

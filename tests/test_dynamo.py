@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tvmcap
+from tests.compiling import compiled
 from tests.training_cases import Attention, ConvNet
 from tvmcap import dynamo
 from tvmcap.base.config import Config
@@ -25,18 +26,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import batches  # noqa: E402
 
-QUICK = {"tune": "none"}
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
-def compiled(fn: Any, **options: Any) -> Any:
-    return torch.compile(fn, backend=dynamo.backend, options={**QUICK, **options})
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def warned(caplog: Any) -> list[str]:

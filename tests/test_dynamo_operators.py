@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tvmcap import dynamo
+from tests.compiling import compiled
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
-def compiled(fn: Any) -> Any:
-    return torch.compile(fn, backend=dynamo.backend, options={"tune": "none"})
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def test_a_kernel_of_torchs_sees_eagers_strides() -> None:

@@ -13,20 +13,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tvmcap
+from tests.compiling import compiled
 from tvmcap import dynamo
 from tvmcap.capture import partition
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
-def compiled(fn: Any, **options: Any) -> Any:
-    return torch.compile(fn, backend=dynamo.backend, options={"tune": "none", **options})
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def same(fast: Any, eager: Any, x: torch.Tensor, parameters: Any = ()) -> None:

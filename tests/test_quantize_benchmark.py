@@ -68,13 +68,19 @@ def test_a_wrong_result_is_seen(scheme: str) -> None:
 def test_what_torch_compiles_is_the_same_layer(scheme: str) -> None:
     inputs = quantize_rows.inputs_of(SMALL, scheme, seed=4, device="cpu")
     one = inputs.sets[0]
-    name, function = quantize_rows.COMPILED[scheme]
+    function = quantize_rows.COMPILED[scheme][1]
     try:
         out = function(*(one[part] for part in ("x", "w", "scale", "bias")))
     except RuntimeError as e:
         pytest.skip(f"no product of e4m3 rows on this CPU: {e}")
     out = out if scheme == "int8" else torch.nn.functional.gelu(out.float(), approximate="tanh")
     assert inputs.error(out.bfloat16()) <= gemm_timing.TOLERANCE
+
+
+@pytest.mark.parametrize("scheme", quantized_gemm.SCHEMES)
+def test_baselines_that_are_left_out_are_named(scheme: str) -> None:
+    inputs = quantize_rows.inputs_of(SMALL, scheme, seed=4, device="cpu")
+    name = quantize_rows.COMPILED[scheme][0]
     ready, missing = quantize_rows.baselines(inputs, scheme, argparse.Namespace(no_compile=True))
     assert missing == {name: "left out"} and ("scaled_mm" in ready) == (scheme == "e4m3")
 
