@@ -71,12 +71,10 @@ def read(func: tirx.PrimFunc) -> Sums | None:
     def value(block: Any) -> tuple[Any, Any]:
         """Return what a block writes and its value, in terms of the row and the column."""
         found = sch.get(block)
-        axes = {v.var: row if v.iter_type == reduced else column for v in found.iter_vars}
-        if len(axes) == 2:
-            axes = dict(zip(axes, _in_order(found, reduced, row, column), strict=True))
+        point = _point(found, row, column)
+        axes = {v.var: at for v, at in zip(found.iter_vars, point, strict=True)}
         return found.body.buffer, put(found.body.value, axes)
 
-    reduced = tirx.IterVar.CommReduce
     buffer, sum_ = value(parts.total)
     total = next(x for x in (sum_.a, sum_.b) if not _loads(x, buffer))
     ends = [value(b) for b in last] or [(buffer, tirx.BufferLoad(buffer, [column]))]
@@ -92,10 +90,11 @@ def read(func: tirx.PrimFunc) -> Sums | None:
     )
 
 
-def _in_order(block: Any, reduced: Any, row: Any, column: Any) -> list[Any]:
-    """Return row and column in the order of a block's axes: the sum's come column first."""
-    kinds = [v.iter_type == reduced for v in block.iter_vars]
-    return [row if kind else column for kind in kinds] if any(kinds) else [row, column]
+def _point(block: Any, row: Any, column: Any) -> list[Any]:
+    """Return what stands for a block's axes; the sum adds over rows, what follows it has none."""
+    if _reduces(block):
+        return [row if _adds(v) else column for v in block.iter_vars]
+    return [row, column][-len(block.iter_vars) :]
 
 
 def _loads(value: Any, buffer: Any) -> bool:
@@ -119,7 +118,11 @@ def _parts(sch: Schedule) -> _Parts | None:
 
 
 def _reduces(block: Any) -> bool:
-    return any(v.iter_type == tirx.IterVar.CommReduce for v in block.iter_vars)
+    return any(map(_adds, block.iter_vars))
+
+
+def _adds(axis: Any) -> bool:
+    return bool(axis.iter_type == tirx.IterVar.CommReduce)
 
 
 def _fills(block: Any, shape: Sequence[Any]) -> bool:
