@@ -34,7 +34,7 @@ def kernels(captured, config, plan) -> int:
     """Count the kernels of a model whose products are all quantized."""
 
     def in_8_bits(mod):
-        found = layers(mod, lambda weight: None)
+        found = layers(mod, lambda weight: [])
         return quantize(mod, {layer.name: plan for layer in found} if plan else {}, found)
 
     goal, trace = codegen.make_target(config.target), pipeline.Trace()

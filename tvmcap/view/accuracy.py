@@ -142,7 +142,8 @@ def _sizes(report: AccuracyReport) -> list[str]:
 def _row(x: Accuracy) -> tuple[str, ...]:
     alone = "" if x.own_db is None else f"{x.own_db:.1f}"
     common = (x.name, x.scheme or "output", f"{x.sqnr_db:.1f}", alone, f"{x.cosine:.6f}")
-    weight = f"{x.bytes_before / 1024:.1f} -> {x.bytes_after / 1024:.1f}" if x.bytes_before else ""
+    weight = f"{x.bytes_before / 1024:.1f} -> {x.bytes_after / 1024:.1f}"
+    weight = weight if x.bytes_before or x.bytes_after else ""
     share = f"{x.saturation:.2%}" if x.scheme else ""
     return (*common, f"{x.max_error:.3g}", share, weight)
 
