@@ -233,6 +233,10 @@ def _quantized_input(builder: Any, x: Any, plan: Plan, axes: Sequence[int]) -> t
     def const(value: float) -> Any:
         return relax.const(value, "float32")
 
+    made = builder.lookup_binding(x)
+    if plan.clip is not None and is_op(made, "reshape") and isinstance(made.args[0], relax.Var):
+        q, row = _quantized_input(builder, made.args[0], plan, axes)  # in what makes the source
+        return emit(relax.op.reshape(q, made.args[1])), row
     if plan.clip is not None:
         row, inverse = None, const(largest / plan.clip)
     else:
