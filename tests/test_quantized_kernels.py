@@ -63,7 +63,7 @@ def passed(model, plan, dtype, shape=(8, K)):
     captured = capture(model().to(dtype).eval(), (values(*shape, dtype=dtype),), None, config)
 
     def in_8_bits(mod):
-        found = layers(mod, lambda weight: None)
+        found = layers(mod, lambda weight: [])
         return quantize(mod, {layer.name: plan for layer in found}, found)
 
     trace = pipeline.Trace()

@@ -34,7 +34,7 @@ def kernels(captured, config, plan) -> int:
     """Count the kernels of a model whose products are all quantized."""
 
     def in_8_bits(mod):
-        found = layers(mod, lambda weight: None)
+        found = layers(mod, lambda weight: [])
         return quantize(mod, {layer.name: plan for layer in found} if plan else {}, found)
 
     goal, trace = codegen.make_target(config.target), pipeline.Trace()
@@ -54,8 +54,9 @@ def kernels(captured, config, plan) -> int:
         (nn.Linear(K, K), (8, K), 1, 0),
         (lambda x: x.mean(1), (8, 3, K), 1, 0),
         (lambda x: x.transpose(1, 2), (8, K, 6), 2, 1),
+        (lambda x: x.relu().transpose(1, 2).reshape(-1, K), (8, K // 4, 4), 1, 0),
     ],
-    ids=["argument", "view", "norm", "elementwise", "product", "mean", "transposed"],
+    ids=["argument", "view", "norm", "elementwise", "product", "mean", "transposed", "heads"],
 )
 def test_kernels_that_a_quantized_product_takes_besides(
     before, shape, by_row, static, target

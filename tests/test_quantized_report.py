@@ -29,6 +29,13 @@ class Net(nn.Module):
 def batches():
     generator = torch.Generator().manual_seed(7)
     return (torch.randn(24, 64, generator=generator) for _ in range(4))
+
+def broken():
+    yield torch.randn(24, 64)
+    raise ValueError("half way")
+
+def forgotten():
+    list(batches())
 """
 
 
@@ -100,6 +107,16 @@ def test_the_report_from_a_shell(tmp_path, capsys, monkeypatch) -> None:
     assert "OUTSIDE the budget of 90 dB" in err and "up.weight" in err and "keep=" in err
     assert "OUTSIDE the budget of 90 dB" in page.read_text()
 
+    def full(*_) -> None:
+        raise LibraryError("no space left")
+
+    monkeypatch.setattr("tvmcap.view.accuracy.write", full)
+    assert main([*build, *missed]) == 1
+    assert "OUTSIDE the budget of 90 dB" in capsys.readouterr().err
+    kept = tmp_path / "kept.so"
+    assert main([*build, "--quantize", "int8", "--accuracy", str(page), "-o", str(kept)]) == 1
+    assert "no space left" in capsys.readouterr().err and tvmcap.load(kept).accuracy.ok
+
 
 @pytest.mark.parametrize(
     ("options", "status", "message"),
@@ -110,11 +127,16 @@ def test_the_report_from_a_shell(tmp_path, capsys, monkeypatch) -> None:
         (["--quantize", "{"], 2, "cannot read quantize from '{'"),
         (["--quantize", "int8", "--calibration", "nowhere.json"], 2, "cannot read ranges"),
         (["--quantize", "int8", "--calibration", "nowhere.py:f"], 2, "no such file"),
+        (["--quantize", "int8", "--calibration", "{}:broken"], 1, "broken raised ValueError: half"),
+        (["--quantize", "int8", "--calibration", "{}:forgotten"], 2, "forgotten returned None"),
+        (["--quantize", "int8", "--accuracy", "no/r.html", "-o", "n.so"], 1, "no folder no"),
     ],
 )
 def test_options_of_a_shell_that_make_no_report(options, status, message, tmp_path, capsys) -> None:
     program = tmp_path / "refused_program.py"
     program.write_text(SOURCE)
     build = ["build", f"{program}:Net", "--input", "x:f32[B=16,64]", "--target", "llvm"]
-    assert main([*build, *options]) == status
-    assert message in capsys.readouterr().err
+    given = [x.replace("{}:", f"{program}:") for x in options]
+    assert main([*build, *given]) == status
+    err = " ".join(capsys.readouterr().err.split())
+    assert message in err and "building" not in err

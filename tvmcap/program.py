@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -92,8 +92,10 @@ def load_function(name: str, seed: int = 0) -> Any:
 
 
 def call(name: str) -> Any:
-    """Return what the function ``FILE.py:FUNC`` returns; CaptureError where it raises."""
-    return _run(find(name), name)
+    """Return what ``FILE.py:FUNC`` returns or, in a list, yields; CaptureError where it raises."""
+    code = find(name)
+    found = _run(code, name)
+    return _run(lambda: list(found), name) if isinstance(found, Iterator) else found
 
 
 def find(name: str) -> Any:

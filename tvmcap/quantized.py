@@ -60,7 +60,7 @@ class Quantizer:
 
     def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
         """Ensures chosen products are 8-bit; raises AccuracyError outside the budget."""
-        found = layers(mod, self._name_of)
+        found = layers(mod, self._names_of)
         chosen = choose(found, self.options)
         seen, held_out, source = self._inputs()
         self._check_calibration(found, chosen, seen)
@@ -206,19 +206,47 @@ class Quantizer:
         outputs = enumerate(self.captured.signature.outputs)
         return [(i, o) for i, o in outputs if o.dtype.startswith(("float", "bfloat"))]
 
-    def _name_of(self, weight: Any) -> str | None:
-        """Find the frozen tensor that a weight is, as it is or, of a product [K, N], transposed."""
-        wide, same = np.asarray(weight, np.float32), partial(np.array_equal, equal_nan=True)
-        for name, tensor in self.captured.weights.items():
-            if tensor.ndim != wide.ndim or not tensor.is_floating_point():
-                continue
-            for seen in (tensor, tensor.t()) if wide.ndim == 2 else (tensor,):
-                if tuple(seen.shape) != wide.shape:
-                    continue
-                first = to_numpy(seen[0]).astype(np.float32)
-                if same(first, wide[0]) and same(to_numpy(seen), wide):
-                    return name
-        return None
+    def _names_of(self, weight: Any) -> list[str]:
+        """Find the frozen tensors that a weight equals or, else, is rows or columns of.
+
+        A matrix [K, N] may stand there transposed.
+        """
+        wide, tensors = np.asarray(weight, np.float32), self.captured.weights.items()
+        return [n for n, t in tensors if _holds(t, wide)] or [
+            n for n, t in tensors if _has_columns(t, wide) or _has_columns(t, wide.T)
+        ]
+
+
+def _holds(tensor: torch.Tensor, weight: Any) -> bool:
+    """Whether a frozen tensor is the weight, as it is or, where that is a matrix, transposed."""
+    if tensor.ndim != weight.ndim or not tensor.is_floating_point():
+        return False
+    same = partial(np.array_equal, equal_nan=True)
+    for seen in (tensor, tensor.t()) if weight.ndim == 2 else (tensor,):
+        if tuple(seen.shape) != weight.shape:
+            continue
+        first = to_numpy(seen[0]).astype(np.float32)
+        if same(first, weight[0]) and same(to_numpy(seen), weight):
+            return True
+    return False
+
+
+def _has_columns(tensor: torch.Tensor, weight: Any) -> bool:
+    """Whether a matrix is some neighbouring columns of a frozen tensor, or of its transpose."""
+    if tensor.ndim != 2 or weight.ndim != 2 or not tensor.is_floating_point():
+        return False
+    length, width = weight.shape
+    for seen in (tensor, tensor.t()):
+        if seen.shape[0] != length or seen.shape[1] < width:
+            continue
+        row = to_numpy(seen[0]).astype(np.float32)
+        for at in np.flatnonzero(row[: len(row) - width + 1] == weight[0, 0]):
+            part = slice(at, at + width)
+            if np.array_equal(row[part], weight[0]) and np.array_equal(
+                to_numpy(seen[:, part]), weight
+            ):
+                return True
+    return False
 
 
 class Program:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base.config import Config, make_config
-from tvmcap.base.errors import AccuracyError, ConfigError, InputError
+from tvmcap.base.errors import AccuracyError, ConfigError, InputError, LibraryError
 from tvmcap.cli import EXIT_FAILED, EXIT_OK, config_options
 from tvmcap.deploy_verbs import package as package
 from tvmcap.deploy_verbs import serve as serve
@@ -45,12 +45,13 @@ def build(args: argparse.Namespace) -> int:
             lib = run(program.fn, program.args, program.kwargs, config=config)
     except AccuracyError as e:
         if args.accuracy and e.report is not None:
-            accuracy.write(e.report, args.accuracy)
+            with contextlib.suppress(LibraryError):  # what the build failed for has the report, too
+                accuracy.write(e.report, args.accuracy)
         raise
-    if args.accuracy:
-        lib.write_accuracy(args.accuracy)
     if args.output:
         lib.export(args.output)
+    if args.accuracy:
+        lib.write_accuracy(args.accuracy)
     if args.json:
         write_json({"output": args.output, **lib.manifest.to_json()})
     else:
@@ -214,6 +215,10 @@ def _read(args: argparse.Namespace, **defaults: Any) -> tuple[Program, Config]:
     calibration = options.get("calibration")
     if calibration is not None and not calibration.endswith(".json"):
         options["calibration"] = call(calibration)
+        if options["calibration"] is None:
+            raise ConfigError(
+                f"--calibration: {calibration} returned None; return a list of inputs"
+            )
     config = make_config(**options)
     program = load_program(args.program, args.input, args.inputs_from, args.dynamic, config.seed)
     dynamic = dynamic_option(program, config.dynamic)

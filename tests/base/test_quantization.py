@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -148,6 +149,9 @@ def test_ranges_survive_their_file(tmp_path) -> None:
     assert Config(quantize="int8", calibration=path).calibration == found
 
 
+WHOLE = {"low": 0, "high": 1, "clip": 1, "channels": []}
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -155,12 +159,20 @@ def test_ranges_survive_their_file(tmp_path) -> None:
         {"format": "other", "layers": {}, "kept": []},
         {"format": ranges.FORMAT, "layers": {}, "kept": []},
         {"format": ranges.FORMAT, "layers": {"a": {}}, "kept": [], "clipping": {}},
-        {
-            "format": ranges.FORMAT,
-            "layers": {"a": {"low": 0, "high": 1, "clip": -1, "channels": []}},
-            "kept": [],
-            "clipping": {},
-        },
+        {"format": ranges.FORMAT, "layers": {}, "kept": "a.weight", "clipping": {}},
+        *(
+            {"format": ranges.FORMAT, "layers": {"a": {**WHOLE, **odd}}, "kept": [], "clipping": {}}
+            for odd in (
+                {"clip": -1},
+                {"clip": 1e-300},
+                {"high": 1e300},
+                {"high": 10**400},
+                {"low": "0"},
+                {"low": True},
+                {"channels": "12"},
+                {"channels": [math.nan]},
+            )
+        ),
     ],
 )
 def test_files_that_hold_no_ranges(data, tmp_path) -> None:
@@ -168,3 +180,15 @@ def test_files_that_hold_no_ranges(data, tmp_path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match="calibrate again"):
         Ranges.load(path)
+
+
+def test_files_that_are_no_json_or_cannot_be_written(tmp_path) -> None:
+    path = tmp_path / "bad.json"
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="cannot read ranges from"):
+            Ranges.load(path)
+    with pytest.raises(ConfigError, match="cannot write the ranges to"):
+        Ranges().save(tmp_path / "nowhere" / "ranges.json")
+    Ranges({"a": Range(0, 1, 1)}).save(path)
+    assert Ranges.load(path).layers and [p.name for p in tmp_path.iterdir()] == ["bad.json"]

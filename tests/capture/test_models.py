@@ -138,6 +138,24 @@ def test_attention_forms():
     check(grouped, (q, k, torch.randn(5, 5)))
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_queries_that_see_no_key_come_to_zero(form, dtype):
+    """A mask hides all from some queries, as padding does in a batch."""
+    seen = torch.rand(2, 1, 4, 5) < 0.6
+    seen[0, 0, 2] = seen[1] = False
+    seen[1, 0, 3, 4] = True
+    mask = seen if form == "bool" else torch.randn(2, 1, 4, 5).masked_fill(~seen, -torch.inf)
+    q, k = torch.randn(2, 3, 4, 8).to(dtype), torch.randn(2, 3, 5, 8).to(dtype)
+    mask = mask if form == "bool" else mask.to(dtype)
+
+    def attend(q, k, m):
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=m)
+
+    assert (attend(q, k, mask) == 0).sum() == (1 + 3) * 3 * 8
+    check(attend, (q, k, mask))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_encoder_layer(dtype):
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval().to(dtype)

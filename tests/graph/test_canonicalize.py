@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -82,6 +84,27 @@ def test_shares_and_drops() -> None:
 def test_folds() -> None:
     with TARGET:
         tvm.ir.assert_structural_equal(passes.fold(Canonical), Folded)
+
+
+def test_folds_the_parts_of_a_split_constant() -> None:
+    """As the projections of keys and values are of one weight; parts of parts, too."""
+    whole = np.arange(24, dtype=np.float32).reshape(3, 8)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 8), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            halves = builder.emit(relax.op.split(relax.const(whole), 2, axis=1))
+            turned = builder.emit(relax.op.permute_dims(builder.emit(halves[1])))
+            parts = builder.emit(relax.op.split(turned, [1], axis=0))
+            own = builder.emit(relax.op.split(x, 2, axis=1))  # no constant, and stays
+            y = builder.emit(relax.op.matmul(builder.emit(own[0]), relax.const(whole[:, :4].T)))
+            out = builder.emit_output(relax.op.add(y, builder.emit(parts[0])))
+        builder.emit_func_output(out)
+    with TARGET:
+        bindings = passes.fold(builder.get())["main"].body.blocks[0].bindings
+    names = [getattr(getattr(b.value, "op", None), "name", "item") for b in bindings]
+    assert names == ["relax.split", "item", "relax.matmul", "relax.add"]
+    np.testing.assert_array_equal(bindings[-1].value.args[1].value.numpy(), whole[:, 4:5].T)
 
 
 @pytest.mark.parametrize("step", [passes.canonicalize, passes.fold])

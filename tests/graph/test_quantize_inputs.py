@@ -41,7 +41,7 @@ def test_a_product_and_a_convolution_of_one_input_have_scales_of_their_own(first
         return relax.op.concat([made["product"], made["convolution"]], axis=0)
 
     mod = program(build, x.shape)
-    found = layers(mod, lambda weight: None)
+    found = layers(mod, lambda weight: [])
     assert [layer.conv is None for layer in found] == [first == "product", first != "product"]
     quantized = quantize(mod, {layer.name: Plan("int8") for layer in found}, found)
     want, got = (

@@ -14,7 +14,7 @@ from tvmcap.base.accuracy import AccuracyReport
 from tvmcap.base.numerics import compare
 from tvmcap.graph.layers import Layer
 from tvmcap.graph.quantize import Plan, quantized_weight
-from tvmcap.verify.accuracy import LayerNoise, Noise, hold, imitate, report
+from tvmcap.verify.accuracy import LayerNoise, Noise, decibels, hold, imitate, report
 
 
 def measured(*pairs):
@@ -78,7 +78,7 @@ def test_rows_that_are_not_finite_do_not_count(plan) -> None:
 
 def test_a_report_is_sorted_worst_first_and_survives_json() -> None:
     found, weight = layer()
-    other = LayerNoise(Layer("kept", None, None, found.weight), None)
+    other = LayerNoise(Layer("kept", None, None, relax.const(weight + 1)), None)
     one = LayerNoise(found, Plan("int8", clip=2.0))
     x = np.random.default_rng(2).standard_normal((16, 64), dtype=np.float32)
     other.add(x, x @ weight, x @ weight)
@@ -91,6 +91,9 @@ def test_a_report_is_sorted_worst_first_and_survives_json() -> None:
     assert made.bytes_after == up.bytes_after + 64 * 8 * 4
     assert AccuracyReport.from_json(json.loads(json.dumps(made.to_json()))) == made
     assert not report([one], {"out0": measured(([1], [2]))}, 30.0, 1, "inputs").ok
+    again = LayerNoise(Layer("up#2", None, None, found.weight), Plan("int8", clip=9.0))
+    again.add(x, x @ weight, x @ weight)
+    assert report([one, again], {}, 30.0, 1, "inputs").bytes_after == up.bytes_after  # one weight
 
 
 def test_a_quantized_output_is_judged_by_its_noise() -> None:
@@ -98,11 +101,41 @@ def test_a_quantized_output_is_judged_by_its_noise() -> None:
     noisy = want + np.array([0.01, -0.02, 0.01], np.float32)
     outside = compare(noisy, want, want)
     assert not outside.ok
-    assert hold(outside, noisy, want, 30.0).ok and not hold(outside, noisy, want, 60.0).ok
+    assert hold(outside, noisy, want, want, 30.0).ok
+    assert not hold(outside, noisy, want, want, 60.0).ok
     nan = np.array([1.0, np.nan, 4.0], np.float32)
-    assert not hold(compare(nan, want, want), nan, want, 30.0).ok
+    assert not hold(compare(nan, want, want), nan, want, want, 30.0).ok
+    assert not hold(compare(nan, want, want), nan, want, want, -np.inf, clipped=True).ok
     ids = np.array([1, 2]), np.array([1, 3])
-    assert hold(compare(*ids), *ids, 30.0).ok
+    assert hold(compare(*ids), *ids, ids[1], 30.0).ok
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_where_eager_and_the_reference_differ_in_kind_anything_will_do(clipped) -> None:
+    """Of two rows hidden by a mask, one path of PyTorch makes zeros, another NaN."""
+    rng = np.random.default_rng(0)
+    want = rng.standard_normal((6, 16)).astype(np.float32)
+    ours = want + np.float32(1e-3) * rng.standard_normal((6, 16)).astype(np.float32)
+    odd = want.copy()
+    odd[2:4] = np.nan
+    for filler in (np.nan, 5.0):
+        ours[2:4] = filler
+        for reference, eager in ((want, odd), (odd, want)):
+            result = compare(ours, reference, eager)
+            held = hold(result, ours, reference, eager, 40.0, clipped=clipped)
+            assert held.ok and 50 < decibels(held.signal, held.noise) < 70
+            wrong = ours.copy()
+            wrong[5, 0] = np.nan
+            result = compare(wrong, reference, eager)
+            assert not hold(result, wrong, reference, eager, 40.0, clipped=clipped).ok
+
+
+def test_static_ranges_may_make_numbers_of_what_is_not_finite() -> None:
+    want = np.array([[1.0, 2.0], [np.nan, np.inf]], np.float32)
+    ours = np.array([[1.01, 2.0], [3.0, 4.0]], np.float32)
+    result = compare(ours, want, want)
+    assert not result.ok and not hold(result, ours, want, want, 20.0).ok
+    assert hold(result, ours, want, want, 20.0, clipped=True).ok
 
 
 def test_a_layer_knows_its_weight() -> None:

@@ -80,20 +80,24 @@ def test_a_static_library_without_inputs_that_suit_it_is_held_to_no_noise() -> N
 
 def test_draws_are_pooled_by_all_their_noise() -> None:
     want = np.ones(1000, np.float32)
-    few, most = (hold(compare(y, want, want), y, want, 20.0) for y in (want + 0.12, want + 0.01))
+    few, most = (
+        hold(compare(y, want, want), y, want, want, 20.0) for y in (want + 0.12, want + 0.01)
+    )
     assert not few.ok and most.ok and pool(few, most).ok and pool(most, few).ok
     assert not pool(few, few).ok and pool(few, few).noise == 2 * few.noise
-    exact = hold(compare(want, want, want), want, want, 20.0)
-    assert exact.ok and not pool(exact, hold(compare(-want, want, want), -want, want, 20.0)).ok
+    exact = hold(compare(want, want, want), want, want, want, 20.0)
+    assert (
+        exact.ok and not pool(exact, hold(compare(-want, want, want), -want, want, want, 20.0)).ok
+    )
 
 
 def test_what_is_as_good_as_eager_needs_no_signal() -> None:
     want, ours = np.zeros(8, np.float32), np.full(8, 1e-9, np.float32)
     result = compare(ours, want, ours)
-    assert result.ok and hold(result, ours, want, 20.0).ok
+    assert result.ok and hold(result, ours, want, ours, 20.0).ok
     large = np.full(8, 1.0, np.float32)
-    assert not hold(compare(large, want, ours), large, want, 20.0).ok
-    assert hold(compare(large, want, ours), large, want, -math.inf).ok
+    assert not hold(compare(large, want, ours), large, want, ours, 20.0).ok
+    assert hold(compare(large, want, ours), large, want, ours, -math.inf).ok
 
 
 def test_equal_names_are_equal_places() -> None:

@@ -21,7 +21,8 @@ class Accuracy:
     cosine: of the two results as vectors.
     max_error: largest absolute difference.
     saturation: share of the input's values beyond the range of their scale.
-    bytes_before, bytes_after: of the weight, its scales included.
+    bytes_before, bytes_after: of the weight, its scales included; 0 where another layer, which has
+        the same weight, counts them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Folders for temporary files."""
+"""Folders for temporary files, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def temporary_folder(prefix: str, within: Path | None = None) -> Iterator[Path]:
         raise LibraryError(
             f"cannot write to {where}: {e.strerror or e}; choose a folder that you may write to"
         ) from e
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put ``data`` in place of what a file holds, whole or not at all; raises OSError."""
+    file = path.resolve()
+    part = file.with_name(f".{file.name}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

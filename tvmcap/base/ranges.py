@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tvmcap.base.errors import ConfigError
+from tvmcap.base.folders import write_whole
 
 FORMAT = "tvmcap-ranges-2"
+
+_LARGEST, _LEAST = 3.4028235e38, 1e-36
+"""What float32 holds at most, and the least clip whose scale it holds upside down."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,10 @@ class Ranges:
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}, expected {FORMAT!r}")
             layers = {str(name): _range(entry) for name, entry in data["layers"].items()}
-            return Ranges(layers, tuple(map(str, data["kept"])), dict(data["clipping"]))
+            kept, clipping = data["kept"], data["clipping"]
+            if not isinstance(kept, list) or not isinstance(clipping, dict):
+                raise ValueError(f"kept {kept!r}, clipping {clipping!r}")
+            return Ranges(layers, tuple(map(str, kept)), dict(clipping))
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise ConfigError(
                 f"calibration: not the ranges that Ranges.save wrote ({e!r}); calibrate again"
@@ -80,7 +86,7 @@ class Ranges:
         """Write them to a JSON file."""
         file = Path(path)
         try:
-            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            write_whole(file, (json.dumps(self.to_json(), indent=1) + "\n").encode())
         except OSError as e:
             raise ConfigError(f"cannot write the ranges to {file}: {e}") from e
         return file
@@ -90,18 +96,20 @@ class Ranges:
         """Read a file that ``save`` wrote; raises ConfigError where that is not possible."""
         try:
             data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise ConfigError(f"calibration: cannot read ranges from {path}: {e}") from e
         return Ranges.from_json(data)
 
 
 def _range(entry: Any) -> Range:
-    channels = tuple(float(c) for c in entry["channels"])
-    found = Range(float(entry["low"]), float(entry["high"]), float(entry["clip"]), channels)
-    values = (found.low, found.high, found.clip, *channels)
-    if not all(map(math.isfinite, values)) or found.clip <= 0 or found.low > found.high:
+    if not isinstance(entry["channels"], list):
+        raise ValueError(f"channels {entry['channels']!r}")
+    values = [entry["low"], entry["high"], entry["clip"], *entry["channels"]]
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    low, high, clip, *channels = values
+    if not numbers or not all(abs(v) <= _LARGEST for v in values) or clip < _LEAST or low > high:
         raise ValueError(f"impossible range {values[:3]}")
-    return found
+    return Range(float(low), float(high), float(clip), tuple(map(float, channels)))
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ def _convolution(node: fx.Node, importer: Any) -> Any:
 
 
 def _attention(node: fx.Node, importer: Any) -> Any:
-    """softmax(q k^T * scale + mask) v; scores stay in float32, as in torch's fused kernels."""
+    """softmax(q k^T * scale + mask) v; scores stay in float32, as in torch's fused kernels.
+
+    A query that the given mask keeps from every key comes to 0, as in PyTorch.
+    """
     a = arguments_of(node, importer)
     q, k, v = a["query"], a["key"], a["value"]
     if a["enable_gqa"]:
@@ -95,15 +98,30 @@ def _attention(node: fx.Node, importer: Any) -> Any:
     wide = dtype_of(scores)
     scale = a["scale"] if a["scale"] is not None else int(q.ty.shape[-1]) ** -0.5
     scores = emit(importer, relax.op.multiply(scores, relax.const(scale, wide)))
-    mask = a["attn_mask"]
+    given, mask = a["attn_mask"], a["attn_mask"]
     if a["is_causal"]:
         mask = _causal(importer, scores.ty.shape[-2], scores.ty.shape[-1])
     if mask is not None and dtype_of(mask) == "bool":
         scores = emit(importer, relax.op.where(mask, scores, relax.const(float("-inf"), wide)))
     elif mask is not None:
         scores = emit(importer, relax.op.add(scores, cast(importer, mask, wide)))
-    weights = cast(importer, emit(importer, relax.op.nn.softmax(scores, axis=-1)), dtype_of(v))
+    weights = emit(importer, relax.op.nn.softmax(scores, axis=-1))
+    if given is not None:  # the softmax of nothing but -inf is NaN
+        blind = _blind(importer, given)
+        weights = emit(importer, relax.op.where(blind, relax.const(0.0, wide), weights))
+    weights = cast(importer, weights, dtype_of(v))
     return cast(importer, _product(importer, weights, v), out_dtype(node))
+
+
+def _blind(importer: Any, mask: relax.Expr) -> Any:
+    """Tell, for a mask [..., queries, keys], which queries see no key, as [..., queries, 1]."""
+    if dtype_of(mask) == "bool":
+        hidden = emit(importer, relax.op.logical_not(mask))
+    else:
+        hidden = emit(importer, relax.op.equal(mask, relax.const(float("-inf"), dtype_of(mask))))
+    keys = emit(importer, relax.op.astype(hidden, "int8"))
+    least = emit(importer, relax.op.min(keys, axis=-1, keepdims=True))
+    return emit(importer, relax.op.greater(least, relax.const(0, "int8")))
 
 
 def _causal(importer: Any, rows: Any, columns: Any) -> Any:

@@ -35,8 +35,13 @@ def without_empty(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def fold(mod: tvm.IRModule) -> tvm.IRModule:
-    """Ensures what depends on constants alone is a constant."""
-    return _run(mod, relax.transform.FoldConstant())
+    """Ensures what depends on constants alone is a constant, parts of a split one too."""
+    folded = _run(mod, relax.transform.FoldConstant())
+    values = values_of(folded["main"])
+    parts = [v for v in values.values() if isinstance(v, relax.TupleGetItem)]
+    if not any(isinstance(values.get(part.tuple_value), relax.Tuple) for part in parts):
+        return folded
+    return fold(relax.transform.CanonicalizeBindings()(folded))  # sees through the tuple
 
 
 def _run(mod: tvm.IRModule, *steps: tvm.transform.Pass) -> tvm.IRModule:

@@ -161,8 +161,11 @@ def _pixels(conv: Convolution, space: Sequence[Any]) -> list[Any]:
     ]
 
 
-def nest(builder: Any, conv: Convolution, x: Any, matrix: Array, dtype: str) -> Any:
-    """Emit the convolution of x [n, c, *space], summed in ``dtype``, as a nest of loops."""
+def nest(builder: Any, conv: Convolution, x: Any, weight: Any, dtype: str) -> Any:
+    """Emit the convolution of x [n, c, *space], summed in ``dtype``, as a nest of loops.
+
+    ``weight`` is a constant [filters, channels, *kernel].
+    """
     layout, kernel_layout = _LAYOUTS[x.ty.ndim]
 
     def convolution(x: te.Tensor, weight: te.Tensor) -> te.Tensor:
@@ -178,5 +181,4 @@ def nest(builder: Any, conv: Convolution, x: Any, matrix: Array, dtype: str) -> 
             dtype,
         )
 
-    weight = relax.const(conv.weight(matrix))
     return builder.emit_te(convolution, x, weight, primfunc_name_hint="conv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,11 @@ class Layer:
         return wide if self.conv is None else self.conv.matrix(wide)
 
 
-def layers(mod: tvm.IRModule, name_of: Callable[[Array], str | None]) -> list[Layer]:
+def layers(mod: tvm.IRModule, names_of: Callable[[Array], Sequence[str]]) -> list[Layer]:
     """List what can be quantized, in the order of main.
 
-    ``name_of`` gives the name of a weight as main has it; equal names are numbered.
+    ``names_of`` gives the names of the tensors that hold a weight as main has it: layers of equal
+    weights take one each, and those of one weight are numbered.
     """
     found: list[Layer] = []
     taken: dict[str, int] = {}
@@ -67,7 +68,8 @@ def layers(mod: tvm.IRModule, name_of: Callable[[Array], str | None]) -> list[La
             if not (conv or is_op(value, "matmul")) or not _suits(conv, *value.args):
                 continue
             kind = "conv" if conv else "matmul"
-            name = name_of(value.args[1].value.numpy()) or f"{kind}_{len(found)}"
+            names = names_of(value.args[1].value.numpy()) or [f"{kind}_{len(found)}"]
+            name = next((n for n in names if n not in taken), names[0])
             taken[name] = taken.get(name, 0) + 1
             name = name if taken[name] == 1 else f"{name}#{taken[name]}"
             found.append(Layer(name, value.args[0], binding.var, value.args[1], conv))

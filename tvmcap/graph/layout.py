@@ -39,6 +39,7 @@ class _Layout:
     near: the same, seen from the last of the chain that a kernel has to write.
     reshaped: products that were given another shape than main gives them, and their casts.
     free: variables of the old main whose shape does not matter.
+    made: of each constant weight, the packed ones; products that pack it alike share one.
     """
 
     def __init__(self, main: Any, pack: Pack) -> None:
@@ -48,6 +49,7 @@ class _Layout:
         self.reshaped: set[Any] = set()
         self.free = _only_viewed(main)
         self.is_free = False
+        self.made: dict[Any, list[Any]] = {}
 
     def enter(self, var: Any) -> None:
         """Note which binding of the old main comes next."""
@@ -121,7 +123,7 @@ class _Layout:
             product = matmul(dtype, a.layout("mk"), b.layout("kn"))
             other = b.emit(builder, right)
         else:
-            product, other = packed[1](a.layout("mk")), relax.const(packed[0])
+            product, other = packed[1](a.layout("mk")), self._packed(weight, relax.const(packed[0]))
         call = builder.call_te(product, a.emit(builder, left), other, primfunc_name_hint="matmul")
         if shapes is None:
             return call
@@ -129,6 +131,15 @@ class _Layout:
         view = View(var, views.reshape(views.whole(var).dims, extents) or ())
         same = views.same_shape(var.ty.shape.values, extents)
         return var if same else self._reshape(builder, view, extents)
+
+    def _packed(self, weight: Any, new: Any) -> Any:
+        """Return a packed weight, the one that another product has where it is the same."""
+        made = self.made.setdefault(weight, [])
+        for one in made:
+            if np.array_equal(one.value.numpy(), new.value.numpy()):
+                return one
+        made.append(new)
+        return new
 
 
 def _constant(builder: Any, value: Any) -> Any:

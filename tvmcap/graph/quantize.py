@@ -74,6 +74,7 @@ class _Quantize:
     users: how many bindings and outputs of the old main read a variable.
     inputs: (input, plan, whether channels are last, axes that share a scale) to the quantized input
         and its scale, shared by the layers that read it.
+    weights: the constants of 8-bit data, one for the layers that have a weight in common.
     """
 
     def __init__(self, mod: tvm.IRModule, planned: Mapping[Any, tuple[Layer, Plan]]) -> None:
@@ -85,6 +86,7 @@ class _Quantize:
                 self.readers[layer.x] = self.readers.get(layer.x, 0) + 1
         self.inputs: dict[tuple[Any, Plan, bool, tuple[int, ...]], tuple[Any, Any]] = {}
         self.smoothed: dict[Any, Any] = {}
+        self.weights: dict[tuple[Any, ...], Any] = {}
         self.current: tuple[Layer, Plan] | None = None
 
     def enter(self, var: Any) -> None:
@@ -99,7 +101,8 @@ class _Quantize:
         x, out = value.args[0], str(value.ty.dtype.dtype)
         data, scale = quantized_weight(layer.values(), plan)
         if plan.weight_only:
-            y = self._mixed(builder, layer, self._smooth(builder, layer, plan, x), data, out)
+            x = self._smooth(builder, layer, plan, x)
+            y = self._mixed(builder, layer, plan, x, data, out)
             y = builder.emit(relax.op.multiply(y, _of_columns(layer, plan, scale)))
             return _cast(builder, y, out)
         q, row = self._input(builder, layer, plan, x)
@@ -117,21 +120,30 @@ class _Quantize:
         """Return the sums of products in 32 bits."""
         dtype, conv = "int32" if plan.dtype == "int8" else "float32", layer.conv
         if conv is not None and not _is_product(layer, plan):
-            return convolution.nest(builder, conv, q, data, dtype)
+            return convolution.nest(builder, conv, q, self._weight(layer, plan, data), dtype)
         if conv is not None:
             q = convolution.rows(builder, conv, q, 128 if plan.offset else 0)
-        y = builder.emit(relax.op.matmul(q, relax.const(data), out_dtype=dtype))
+        y = builder.emit(relax.op.matmul(q, self._weight(layer, plan, data), out_dtype=dtype))
         if not plan.offset:
             return y
         start = np.int32(-128) * data.sum(axis=0, dtype=np.int32)
         return builder.emit(relax.op.add(y, relax.const(start)))
 
-    def _mixed(self, builder: Any, layer: Layer, x: Any, data: Array, out: str) -> Any:
+    def _mixed(self, builder: Any, layer: Layer, plan: Plan, x: Any, data: Array, out: str) -> Any:
         """Multiply by a weight that the kernel widens as it reads it."""
+        held = self._weight(layer, plan, data)
         if layer.conv is not None:
-            return convolution.nest(builder, layer.conv, x, data, "float32")
-        weight = builder.emit(relax.op.astype(relax.const(data), x.ty.dtype.dtype))
+            return convolution.nest(builder, layer.conv, x, held, "float32")
+        weight = builder.emit(relax.op.astype(held, x.ty.dtype.dtype))
         return _cast(builder, builder.emit(relax.op.matmul(x, weight, out_dtype=out)), "float32")
+
+    def _weight(self, layer: Layer, plan: Plan, data: Array) -> Any:
+        """Return the 8-bit weight as what computes the layer takes it."""
+        conv = None if _is_product(layer, plan) else layer.conv
+        key = layer.weight, plan.dtype, plan.smooth, conv is None
+        if key not in self.weights:
+            self.weights[key] = relax.const(data if conv is None else conv.weight(data))
+        return self.weights[key]
 
     def _input(self, builder: Any, layer: Layer, plan: Plan, x: Any) -> tuple[Any, Any]:
         """Return the quantized input and the scale of each row, None where it is static."""
@@ -221,6 +233,10 @@ def _quantized_input(builder: Any, x: Any, plan: Plan, axes: Sequence[int]) -> t
     def const(value: float) -> Any:
         return relax.const(value, "float32")
 
+    made = builder.lookup_binding(x)
+    if plan.clip is not None and is_op(made, "reshape") and isinstance(made.args[0], relax.Var):
+        q, row = _quantized_input(builder, made.args[0], plan, axes)  # in what makes the source
+        return emit(relax.op.reshape(q, made.args[1])), row
     if plan.clip is not None:
         row, inverse = None, const(largest / plan.clip)
     else:

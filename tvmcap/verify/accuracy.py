@@ -110,20 +110,34 @@ class Held(Comparison):
         return replace(worse, signal=sums[0], noise=sums[1]).judged(max(self.bad, other.bad))
 
 
-def hold(result: Comparison, ours: Array, reference: Array, floor_db: float) -> Comparison:
+def hold(
+    result: Comparison,
+    ours: Array,
+    reference: Array,
+    eager: Array,
+    floor_db: float,
+    *,
+    clipped: bool = False,
+) -> Comparison:
     """Judge one output of a quantized model by its noise, where it is not exact anyway.
 
     Integers and bools (an argmax, a comparison) only need the reference's shape: noise moves ties.
-    A NaN may stand for an infinity, and the reverse.
+    A NaN may stand for an infinity, and the reverse. Where eager is finite and the reference is
+    not, or the reverse, anything will do: PyTorch has several answers there (a row that a mask
+    hides whole). So it is where neither is finite and static ranges have ``clipped`` NaN and Inf.
     """
-    if ours.shape != reference.shape:
+    if not ours.shape == reference.shape == eager.shape:
         return result
-    if result.misplaced and (np.isfinite(ours) != np.isfinite(reference)).any():
-        return result
+    finite = np.isfinite(reference)
+    agreed = finite == np.isfinite(eager)
+    if result.misplaced:
+        strange = (np.isfinite(ours) != finite) & agreed
+        if (strange & finite if clipped else strange).any():
+            return result
     if not result.dtype.startswith(("float", "bfloat")):
         return replace(result, bad=0)
     noise = Noise()
-    noise.add(reference, ours)
+    noise.add(reference[agreed], ours[agreed])
     same = {f.name: getattr(result, f.name) for f in fields(Comparison)}
     held = Held(
         **{**same, "misplaced": 0}, signal=noise.signal, noise=noise.noise, floor_db=floor_db
@@ -231,7 +245,15 @@ def report(
     inputs: int,
     source: str,
 ) -> AccuracyReport:
-    """Put the measures together, the noisiest layers first."""
-    found = sorted((x.result() for x in layers), key=lambda x: x.sqnr_db)
+    """Put the measures together, the noisiest layers first; bytes of one weight count once."""
+    found: list[Accuracy] = []
+    counted: set[tuple[Any, ...]] = set()
+    for x in layers:
+        own, weight = x.result(), x.layer.weight
+        held = weight, "" if x.plan is None else x.plan.smooth
+        own = replace(own, bytes_before=0) if (weight,) in counted else own
+        found.append(replace(own, bytes_after=0) if held in counted else own)
+        counted |= {(weight,), held}
+    found.sort(key=lambda x: x.sqnr_db)
     ends = [Accuracy(n, "", x.sqnr_db, None, x.cosine, x.most) for n, x in outputs.items()]
     return AccuracyReport(tuple(ends), tuple(found), budget_db, inputs, source)

@@ -274,5 +274,8 @@ def _compare_once(subject: Subject, chosen: InputSet, runs: int) -> tuple[Compar
     ]
     if subject.floor_db is not None:
         floor = subject.floor_db if held else -math.inf
-        found = [hold(*x, floor) for x in zip(found, ours, wide, strict=True)]
+        found = [
+            hold(*x, floor, clipped=subject.finite_only)
+            for x in zip(found, ours, wide, eager, strict=True)
+        ]
     return tuple(found)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tvmcap.base.accuracy import Accuracy, AccuracyReport
 from tvmcap.base.errors import ConfigError, LibraryError
+from tvmcap.base.folders import write_whole
 
 _COLUMNS = {
     "layer": "its name, or an output of the model",
@@ -100,17 +101,26 @@ def write(report: AccuracyReport, path: str | os.PathLike[str]) -> Path:
         ".txt": lambda: text(report) + "\n",
     }
     try:
-        file.write_text(forms[file.suffix](), encoding="utf-8")
+        write_whole(file, forms[file.suffix]().encode())
     except OSError as e:
         raise LibraryError(f"{file}: the report cannot be written: {e.strerror or e}") from e
     return file
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a report; raises ConfigError for a suffix that names no form of it."""
+    """Return the path of a report, which is known to be one before there is a report.
+
+    Raises ConfigError for a suffix that names no form of it, LibraryError where no file can be.
+    """
     file = Path(path)
     if file.suffix not in (".html", ".json", ".txt"):
         raise ConfigError(f"{file}: expected the name of a .html, .json or .txt file")
+    if not file.parent.is_dir():
+        raise LibraryError(
+            f"{file}: the report cannot be written: there is no folder {file.parent}"
+        )
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise LibraryError(f"{file}: the report cannot be written: choose another file name")
     return file
 
 
@@ -142,7 +152,8 @@ def _sizes(report: AccuracyReport) -> list[str]:
 def _row(x: Accuracy) -> tuple[str, ...]:
     alone = "" if x.own_db is None else f"{x.own_db:.1f}"
     common = (x.name, x.scheme or "output", f"{x.sqnr_db:.1f}", alone, f"{x.cosine:.6f}")
-    weight = f"{x.bytes_before / 1024:.1f} -> {x.bytes_after / 1024:.1f}" if x.bytes_before else ""
+    weight = f"{x.bytes_before / 1024:.1f} -> {x.bytes_after / 1024:.1f}"
+    weight = weight if x.bytes_before or x.bytes_after else ""
     share = f"{x.saturation:.2%}" if x.scheme else ""
     return (*common, f"{x.max_error:.3g}", share, weight)
 

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 from tvmcap.base.errors import ConfigError
+from tvmcap.base.folders import write_whole
 from tvmcap.kernel.history import PAUSE_S, History
 from tvmcap.view import plots
 from tvmcap.view.records import workload_text
@@ -148,12 +149,9 @@ def write_report(report: TuningReport, path: Path) -> None:
     """
     check_output(path)
     data = plots.overview_png(report) if path.suffix == ".png" else html_page(report).encode()
-    part = path.with_name(f".{path.name}.part")
     try:
-        part.write_bytes(data)
-        part.replace(path)
+        write_whole(path, data)
     except OSError as e:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written: {e.strerror or e}") from e
 
 
