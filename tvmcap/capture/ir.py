@@ -15,6 +15,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import custom, source
 from tvmcap.capture.converters import CONVERTERS
+from tvmcap.capture.emitting import reshape
 from tvmcap.capture.fractions import scalar
 from tvmcap.capture.operators import WRONG, operator_name
 from tvmcap.capture.structure import dtype_name
@@ -194,7 +195,7 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
             raise ValueError(f"axis {axis} came out as {a}, torch has {b}")
     if any(isinstance(expected[axis], tvm.tirx.Var) for axis in differ):
         # a match_cast to a bare variable would define it anew, and CanonicalizeBindings never ends
-        return builder.emit(relax.op.reshape(result, expected))
+        return builder.emit(reshape(result, expected))
     return builder.match_cast(result, relax.TensorType(expected, dtype)) if differ else result
 
 
