@@ -91,12 +91,19 @@ def _attention_of_none(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.cat([none[0], some.nan_to_num(0.25)[0] + x * y])
 
 
+def _sums_of_none(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Reduce and scan parts without elements, which are no views of what they are parts of."""
+    none = x[:0].sum(0) + x[:0].sum() + y[:, :0].cumsum(1).sum() + y[:0].cumsum(0).sum(0)
+    return x + (none + x[:0].softmax(0).sum(0)) * y + y[:, :0].prod(1, keepdim=True)
+
+
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     "constants": _constants,
     "changed in place": _changed,
     "average pooling": _averages,
     "results not read": _unread,
     "sizes of 0": _no_elements,
+    "sums of none": _sums_of_none,
     "truth values": _truths,
     "two dtypes": _two_dtypes,
     "moved": _moved,
@@ -113,10 +120,13 @@ def _results(fn: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, cotangent, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CASES), ("sums of none", torch.bfloat16)],
+)
+def test_values_and_gradients(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(len(name))
-    inputs = [torch.randn(3, 4), torch.randn(3, 4)]
+    inputs = [torch.randn(3, 4).to(dtype), torch.randn(3, 4).to(dtype)]
     example = tuple(t.clone().requires_grad_() for t in inputs)
     options: dict[str, Any] = {"tune": "none", "verify": False, "cache_dir": str(tmp_path)}
     lib = tvmcap.build(CASES[name], example, backward=True, target="llvm", **options)
@@ -125,7 +135,7 @@ def test_values_and_gradients(name: str, tmp_path: Path) -> None:
     for ours, theirs, exact in zip(_results(lib, inputs), eager, wanted or eager, strict=True):
         assert ours.shape == theirs.shape
         error, room = (ours - exact).abs().max(), (theirs - exact).abs().max()
-        assert error <= 2 * room + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+        assert error <= 2 * room + 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def _zeros(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,16 +59,6 @@ def arguments_of(node: fx.Node, importer: Any) -> dict[str, Any]:
         )
         named[argument.name] = importer._retrieve_args(value)
     return named
-
-
-def reshape(x: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
-    """Return the elements of ``x`` in another shape.
-
-    Without elements that is a new tensor: Relax takes a 0 in a shape for the size that was there.
-    """
-    if any(isinstance(size, int | tirx.IntImm) and int(size) == 0 for size in shape):
-        return relax.op.zeros(relax.ShapeExpr(list(shape)), dtype_of(x))
-    return relax.op.reshape(x, list(shape))
 
 
 def out_dtype(node: fx.Node) -> str:

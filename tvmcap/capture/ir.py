@@ -15,7 +15,6 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from tvmcap.base.errors import CaptureError
 from tvmcap.capture import custom, source
 from tvmcap.capture.converters import CONVERTERS
-from tvmcap.capture.emitting import reshape
 from tvmcap.capture.fractions import scalar
 from tvmcap.capture.operators import WRONG, operator_name
 from tvmcap.capture.structure import dtype_name
@@ -136,7 +135,9 @@ class _Constants:
 def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols) -> Any:
     name, registered = node.target.__name__, custom.find(node.target)
     try:
-        if registered is not None:
+        if _has_no_elements(node.meta["val"]):
+            result = _nothing(importer, node.meta["val"], symbols)
+        elif registered is not None:
             result = custom.convert(node, importer, registered)
         elif name in CONVERTERS:
             result = CONVERTERS[name](node, importer)
@@ -155,6 +156,17 @@ def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols)
         )
         error.node = node
         raise error from e
+
+
+def _has_no_elements(value: Any) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return any(isinstance(size, int) and size == 0 for size in sizes)
+
+
+def _nothing(importer: ExportedProgramImporter, value: torch.Tensor, symbols: Symbols) -> Any:
+    """Make a tensor without elements anew, whatever computes it: kernels divide by its sizes."""
+    shape = relax.ShapeExpr([symbols.expr(size) for size in value.shape])
+    return importer.block_builder.emit(relax.op.zeros(shape, dtype_name(value.dtype)))
 
 
 def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: Symbols) -> Any:
@@ -195,7 +207,7 @@ def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: 
             raise ValueError(f"axis {axis} came out as {a}, torch has {b}")
     if any(isinstance(expected[axis], tvm.tirx.Var) for axis in differ):
         # a match_cast to a bare variable would define it anew, and CanonicalizeBindings never ends
-        return builder.emit(reshape(result, expected))
+        return builder.emit(relax.op.reshape(result, expected))
     return builder.match_cast(result, relax.TensorType(expected, dtype)) if differ else result
 
 

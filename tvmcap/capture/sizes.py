@@ -18,7 +18,6 @@ from tvmcap.capture.emitting import (
     emit,
     operand,
     out_dtype,
-    reshape,
     shape_of,
 )
 
@@ -67,7 +66,7 @@ def _start(importer: Any, start: Any, extent: Any) -> Any:
 
 def _view(node: fx.Node, importer: Any) -> Any:
     x = importer.retrieve_args(node)[0]
-    return emit(importer, reshape(x, shape_of(node, importer)))
+    return emit(importer, relax.op.reshape(x, shape_of(node, importer)))
 
 
 def _arange(node: fx.Node, importer: Any) -> Any:
@@ -90,7 +89,7 @@ def _repeat(node: fx.Node, importer: Any) -> Any:
     x = emit(importer, relax.op.reshape(x, [n for size in old for n in (1, size)]))
     wide = [n for pair in zip(repeats, old, strict=True) for n in pair]
     x = emit(importer, relax.op.broadcast_to(x, wide))
-    return emit(importer, reshape(x, shape_of(node, importer)))
+    return emit(importer, relax.op.reshape(x, shape_of(node, importer)))
 
 
 def _slice_scatter(node: fx.Node, importer: Any) -> Any:

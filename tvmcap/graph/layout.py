@@ -10,9 +10,8 @@ import tvm
 from tvm import relax, te
 from tvm.ir import GenericConst
 
-from tvmcap.capture.emitting import reshape
 from tvmcap.graph import views
-from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
+from tvmcap.graph.rewrite import is_op, outputs_of, rebuild, reshape
 from tvmcap.graph.views import VIEWS, Operand, View
 
 Product = Callable[[te.Tensor, te.Tensor], te.Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.sym import Analyzer
 
-from tvmcap.capture import emitting
+from tvmcap.graph import rewrite
 from tvmcap.graph.rewrite import is_op
 
 VIEWS = ("permute_dims", "reshape", "expand_dims", "squeeze")
@@ -92,7 +92,7 @@ class Operand:
         """Return the operand as a tensor of ``shape``."""
         if same_shape(self.source.ty.shape.values, shape):
             return self.source
-        return builder.emit(emitting.reshape(self.source, [as_expr(e) for e in shape]))
+        return builder.emit(rewrite.reshape(self.source, [as_expr(e) for e in shape]))
 
 
 def unfolded(a: Operand, b: Operand) -> tuple[list[Any], list[Any]] | None:
