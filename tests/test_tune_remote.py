@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -270,6 +271,26 @@ def test_the_server_refuses_what_is_no_address(capsys: pytest.CaptureFixture[str
         with pytest.raises(SystemExit):
             rpc_server.main(options)
         assert "expected" in capsys.readouterr().err
+
+
+def test_a_server_starts_nothing_of_cuda_before_its_sessions(farm: rpc_servers.Farm) -> None:
+    """They are forks of it, which CUDA would not survive."""
+    arguments = ["--tracker", farm.address, "--key", "fork", "--host", "127.0.0.1"]
+    code = (
+        "import os, torch\n"
+        "for name in ('is_available', 'device_count', 'init', '_lazy_init'):\n"
+        "    setattr(torch.cuda, name, lambda *_: os._exit(7))\n"
+        f"from tvmcap import rpc_server\nrpc_server.main({arguments!r})\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        found = Tracker("127.0.0.1", farm.port, "fork")
+        rpc_servers.wait(lambda: server.poll() is not None or bool(found.check()))
+        assert server.poll() is None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 @pytest.mark.gpu

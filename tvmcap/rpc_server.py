@@ -7,12 +7,13 @@ It is TVM's RPC server, registered at a tracker, and goes on after a kernel that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
 
 from tvmcap.base.config import Config
-from tvmcap.base.errors import ConfigError
+from tvmcap.base.errors import ConfigError, ToolchainError
 
 _FIRST_PORT, _LAST_PORT = 9090, 9199
 
@@ -32,8 +33,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _prepare() -> None:
+    """Have what TVM needs for CUDA here, and nothing that starts CUDA.
+
+    Sessions are forks of this process, which CUDA does not survive; with torch installed, tvm_ffi
+    asks torch for a GPU when it is imported, unless it is told not to.
+    """
+    os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"
+    from tvmcap.runtime.loader import load_cuda_runtime
+
+    with contextlib.suppress(ToolchainError):  # a machine without CUDA serves its CPU
+        load_cuda_runtime()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until the process is killed."""
+    _prepare()
     from tvm.rpc.server import PopenRPCServerState, logger
 
     from tvmcap.kernel.tracker import Tracker

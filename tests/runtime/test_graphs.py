@@ -12,7 +12,8 @@ from tests.runtime.fake_cuda import FakeCuda
 from tvmcap.base.errors import LibraryError
 from tvmcap.runtime.binding import Plan, make_plan
 from tvmcap.runtime.executor import Executor
-from tvmcap.runtime.graphs import Graphs, moved_by
+from tvmcap.runtime.graphs import Graphs
+from tvmcap.runtime.recording import moved_by
 
 
 def plan(rows: int) -> Plan:

@@ -179,6 +179,7 @@ def test_a_fork_is_refused_where_the_device_does_not_survive_it(
             for args in ((x, w), (x,), (x, "w")):  # refused whatever comes
                 with pytest.raises(LibraryError, match="'spawn'"):
                     lib(*args)
+            assert not threads._on_gpu  # nothing is freed where CUDA is not
             os.write(write, b"refused")
         except BaseException as e:
             os.write(write, f"{type(e).__name__}: {e}".encode())
@@ -191,6 +192,21 @@ def test_a_fork_is_refused_where_the_device_does_not_survive_it(
     assert said == "refused"
     torch.testing.assert_close(lib(x, w), three_layers(x, w))
     assert isinstance(lib.executor._contexts, Contexts)
+
+
+def test_libraries_on_a_gpu_are_closed_before_the_interpreter_ends(
+    layers: Layers, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tvmcap.runtime import threads
+
+    lib, x = tvmcap.load(layers(64)), torch.rand(3, 8)
+    monkeypatch.setattr(threads, "_on_gpu", weakref.WeakSet([lib.executor._contexts]))
+    lib(x, w)
+    assert lib.executor.arena_bytes > 0
+    threads._free_at_exit()
+    assert lib.executor.arena_bytes == 0
+    with pytest.raises(LibraryError, match="interpreter ends"):
+        lib(x, w)
 
 
 def repeated(lib: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -206,11 +206,12 @@ def _machine(session: Session, name: str, threads: int) -> dict[str, Any]:
     if name == "cpu":
         session.remote.get_function("runtime.config_threadpool")(1, threads)
         return {"name": None, "units": None, "memory_gib": None}
-    memory = session.device.total_global_memory  # starts CUDA, which the driver's name needs
+    if not session.works():  # memory on the device starts CUDA, which the driver's name needs
+        raise WrongServer(f"its {name} device gives no memory")
     return {
         "name": str(session.device.device_name),
         "units": int(session.device.multi_processor_count),
-        "memory_gib": round(memory / 2**30),
+        "memory_gib": round(session.device.total_global_memory / 2**30),
     }
 
 

@@ -40,6 +40,7 @@ class CpuContext:
         self._name = manifest.entry
         self.slots: dict[int, Any] = {}
         self.seen: dict[Any, Seen] = {}
+        self.last: Seen | None = None
 
     def follow(self) -> None:
         """Wait for nothing: a call on a CPU is done when it returns."""
@@ -101,6 +102,7 @@ class CudaContext:
         self._name = manifest.entry
         self.slots: dict[int, Any] = {}
         self.seen: dict[Any, Seen] = {}
+        self.last: Seen | None = None
         self._needs = manifest.needs
         self._last = _NO_STREAM
         self._own = ffi().Tensor

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,18 +16,14 @@ from tvmcap.runtime.bound import Ready
 from tvmcap.runtime.buckets import Buckets
 from tvmcap.runtime.checker import Checker, check_overlap, failure
 from tvmcap.runtime.counts import Counts, count
-from tvmcap.runtime.frameworks import MISALIGNED
 from tvmcap.runtime.graphs import LIMIT_BYTES
 from tvmcap.runtime.loader import Library
 from tvmcap.runtime.machine import check_machine
-from tvmcap.runtime.seen import Seen, guard
+from tvmcap.runtime.seen import find, remember
 from tvmcap.runtime.threads import Contexts, Threads
 from tvmcap.runtime.torch_tensors import TorchTensors, telling
 from tvmcap.runtime.trace import Trace, Watch, watched
 from tvmcap.runtime.vendor import provide
-
-#: Looks of calls that a thread remembers.
-_SEEN = 1024
 
 
 class Executor:
@@ -115,8 +108,11 @@ class Executor:
     def call(self, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> Any:
         """Run the function, as ``__call__`` does."""
         context = self._threads.here
-        if out is not None and not kwargs and self._quick and self._again(context, args, out):
-            return out
+        if out is not None and not kwargs and self._quick:
+            seen = find(context, args, out, self._telling)
+            if seen is not None:
+                self._run(context, seen.plan, args, (out,), seen.places)
+                return out
         framework, values, addresses, plan = self._bind(args, kwargs)
         if out is None:
             results, targets = self._checker.outputs(framework, plan)
@@ -129,38 +125,12 @@ class Executor:
             places = (*addresses, *ends)
             check_overlap(places, plan)
             if self._quick and values is args and not plan.zero:
-                if len(context.seen) >= _SEEN:
-                    context.seen.clear()
-                check = guard(sys.modules["torch"], (*args, out))
-                context.seen[args[self._telling].shape] = Seen(check, plan, places)
+                remember(context, args, out, self._telling, plan, places)
         if self._buckets is None:
             self._run(context, plan, values, targets, places)
         else:
             self._run_in_bucket(context, framework, plan, values, targets, places)
         return results[0] if self._single else unflatten(self.signature.out_tree, results)
-
-    def _again(self, context: Any, args: Sequence[Any], out: Any) -> bool:
-        """Run a call that looks like one before; False where it has to be checked first."""
-        try:
-            seen = context.seen.get(args[self._telling].shape)
-            if seen is None or not seen.check(*args, out):
-                return False
-            places = (*[x.data_ptr() for x in args], out.data_ptr())
-        # no tensor, or one without memory, or another number of arguments
-        except (AttributeError, IndexError, TypeError, RuntimeError):
-            return False
-        if places != seen.places:
-            if functools.reduce(operator.or_, places) & MISALIGNED:
-                return False
-            check_overlap(places, seen.plan)
-            seen.places = places
-        try:
-            context.run(seen.plan, args, (out,), places)
-        except TvmcapError:
-            raise
-        except Exception as e:
-            raise self._failure(seen.plan, e) from e
-        return True
 
     def _run(
         self,

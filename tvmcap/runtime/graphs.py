@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tvmcap.base.errors import LibraryError
 from tvmcap.runtime.binding import Plan
 from tvmcap.runtime.cuda_graph import CaptureError, Cuda, Node
-from tvmcap.runtime.loader import ffi
-from tvmcap.runtime.patches import NotUnderstoodError, Slot, learn
+from tvmcap.runtime.recording import Entry, Record, capture
 
 LIMIT_BYTES = 64 << 20
 #: Sizes remembered as seen once, and sizes with a graph or the reason why they have none.
@@ -28,38 +27,6 @@ _SEEN_KEPT = 4096
 _DUPLICATES = 16
 #: Sets of addresses remembered as met once.
 _MET_KEPT = 64
-#: How far the second capture moves the first tensor; each next one moves that much more.
-_MOVE = 4096
-#: Bytes of a TVMFFIObject; after it a tensor's DLTensor begins, with its address (c_api.h).
-_HEADER = 24
-
-Record = Callable[[Sequence[Any], Sequence[Any]], object]
-"""(inputs, outputs) -> None: run the library on tvm_ffi tensors, on the stream in force."""
-
-
-class Entry:
-    """A recorded call.
-
-    Attributes
-    ----------
-    replays: executable graphs by the addresses of inputs and outputs that they hold; none where
-        the call cannot be recorded.
-    movable: the addresses of the one that is updated for others.
-    met: addresses for which it was.
-    users: for each tensor, the kernels and slots that hold its address; None where only the
-        addresses of the capture serve.
-    reason: why there is no graph, or no other addresses.
-    """
-
-    def __init__(self, reason: str = "") -> None:
-        self.graph = 0
-        self.replays: dict[tuple[int, ...], int] = {}
-        self.movable: tuple[int, ...] = ()
-        self.met: dict[tuple[int, ...], None] = {}
-        self.users: list[list[tuple[Node, list[Slot]]]] | None = None
-        self.nodes = 1
-        self.nbytes = 0
-        self.reason = reason
 
 
 class Graphs:
@@ -72,6 +39,9 @@ class Graphs:
         self._entries: OrderedDict[tuple[int, ...], Entry] = OrderedDict()  # by a plan's sizes
         self._seen: dict[tuple[int, ...], None] = {}
         self._last: Entry | None = None
+        self._plan: Plan | None = None  # of the last replay, as the next two
+        self._addresses: tuple[int, ...] = ()
+        self._replay = 0
         self._launch = cuda.launch_raw
         self.nbytes = 0
         self.captures = self.replays = self.updates = self.duplicates = self.evictions = 0
@@ -92,23 +62,38 @@ class Graphs:
 
         Raises LibraryError where the launch fails.
         """
-        entry = self._entries.get(plan.sizes)
-        if entry is None:
-            entry = self._first_calls(plan.sizes, addresses, values, targets)
-            if entry is None:
+        if plan is not self._plan or addresses != self._addresses:
+            self._plan = None  # what is found may move or free the executable of the last one
+            replay = self._find(plan.sizes, addresses, values, targets)
+            if not replay:
                 return False
-        replay = entry.replays.get(addresses) or self._other(entry, addresses)
-        if not replay:
-            self.fallbacks[entry.reason] += 1
-            return False
-        if entry is not self._last:
-            self._entries.move_to_end(plan.sizes)
-            self._last = entry
-        status = self._launch(replay, stream)
+            self._plan, self._addresses, self._replay = plan, addresses, replay
+        status = self._launch(self._replay, stream)
         if status:
             self._cuda.check(status, "cudaGraphLaunch")
         self.replays += 1
         return True
+
+    def _find(
+        self,
+        sizes: tuple[int, ...],
+        addresses: tuple[int, ...],
+        values: Sequence[Any],
+        targets: Sequence[Any],
+    ) -> int:
+        """Return the executable graph of a call, which is recorded if need be; 0 for none."""
+        entry = self._entries.get(sizes)
+        if entry is None:
+            entry = self._first_calls(sizes, addresses, values, targets)
+            if entry is None:
+                return 0
+        replay = entry.replays.get(addresses) or self._other(entry, addresses)
+        if not replay:
+            self.fallbacks[entry.reason] += 1
+        elif entry is not self._last:
+            self._entries.move_to_end(sizes)
+            self._last = entry
+        return replay
 
     def _first_calls(
         self,
@@ -125,7 +110,8 @@ class Graphs:
             return None
         del self._seen[sizes]
         try:
-            entry = self._capture(addresses, values, targets)
+            entry = capture(self._cuda, self._record, addresses, values, targets)
+            self.captures += 1
         except (CaptureError, LibraryError) as e:
             entry = Entry(str(e))
         self._entries[sizes] = entry
@@ -135,54 +121,6 @@ class Graphs:
         ):
             self._evict(self._entries.popitem(last=False)[1])
         return entry
-
-    def _capture(
-        self, addresses: tuple[int, ...], values: Sequence[Any], targets: Sequence[Any]
-    ) -> Entry:
-        """Record a call, and learn where its addresses stand from a second recording."""
-        cuda, entry = self._cuda, Entry()
-        tensors = [ffi().from_dlpack(_plain(t)) for t in (*values, *targets)]
-        count = len(values)
-        stream = cuda.new_stream()
-        try:
-            graph = cuda.capture(stream, lambda: self._record(tensors[:count], tensors[count:]))
-            entry.graph = graph.value or 0
-            try:
-                nodes = cuda.nodes(graph)
-                slots = self._learn(stream, nodes, tensors, count, addresses)
-                entry.users = _by_tensor(nodes, slots, len(tensors))
-            except (CaptureError, NotUnderstoodError) as e:
-                nodes, entry.reason = [], f"other addresses cannot be used: {e}"
-            entry.nodes = max(1, len(nodes))
-            replay, entry.nbytes = cuda.instantiate(graph, stream, entry.nodes)
-            entry.replays[addresses] = replay.value or 0
-        except BaseException:
-            cuda.destroy(ctypes.c_void_p(entry.graph), ctypes.c_void_p(0))
-            raise
-        finally:
-            cuda.destroy_stream(stream)
-        entry.movable = addresses
-        self.captures += 1
-        return entry
-
-    def _learn(
-        self,
-        stream: Any,
-        nodes: Sequence[Node],
-        tensors: Sequence[Any],
-        count: int,
-        addresses: tuple[int, ...],
-    ) -> list[Slot]:
-        moved = [moved_by(t, _MOVE * (i + 1)) for i, t in enumerate(tensors)]
-        cuda = self._cuda
-        probe = cuda.capture(stream, lambda: self._record(moved[:count], moved[count:]))
-        try:
-            second = [node.kernel for node in cuda.nodes(probe)]
-        finally:
-            cuda.destroy(probe, ctypes.c_void_p(0))
-        places = [t.data_ptr() for t in moved]
-        first = [node.kernel for node in nodes]
-        return learn(first, second, addresses, places, cuda.with_address)
 
     def _other(self, entry: Entry, addresses: tuple[int, ...]) -> int:
         """Return an executable graph for addresses that none has yet; 0 where that is impossible.
@@ -266,31 +204,9 @@ class Graphs:
 
     def clear(self) -> None:
         """Free every graph."""
+        self._plan = None
         for entry in self._entries.values():
             self._destroy(entry)
         self._entries.clear()
         self._seen.clear()
         self.nbytes = 0
-
-
-def moved_by(tensor: Any, distance: int) -> Any:
-    """Return a tensor that claims to lie ``distance`` bytes further; nothing may touch its data."""
-    view = ffi().get_global_func("runtime.TVMTensorCreateView")(
-        tensor, tuple(tensor.shape), tensor.dtype, 0
-    )
-    ctypes.c_uint64.from_address(view.__chandle__() + _HEADER).value += distance
-    return view
-
-
-def _plain(tensor: Any) -> Any:
-    return tensor.detach() if hasattr(tensor, "detach") else tensor
-
-
-def _by_tensor(
-    nodes: Sequence[Node], slots: Sequence[Slot], count: int
-) -> list[list[tuple[Node, list[Slot]]]]:
-    """Group slots by the tensor whose address they hold, then by kernel."""
-    grouped: list[dict[int, list[Slot]]] = [{} for _ in range(count)]
-    for slot in slots:
-        grouped[slot.tensor].setdefault(slot.kernel, []).append(slot)
-    return [[(nodes[k], of) for k, of in by_kernel.items()] for by_kernel in grouped]

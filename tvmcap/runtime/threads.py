@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -130,6 +131,14 @@ def _refuse_in_child() -> None:
             "this library was loaded on a GPU before the process was forked, which CUDA does not "
             "survive: load it in the child, or start the child with the 'spawn' method"
         )
+    _on_gpu.clear()  # nothing of theirs can be freed here
+
+
+@atexit.register
+def _free_at_exit() -> None:
+    """Free device memory while the driver is there: what TVM frees later ends the process."""
+    for contexts in list(_on_gpu):
+        contexts.close("this library was closed: the interpreter ends")
 
 
 if hasattr(os, "register_at_fork"):

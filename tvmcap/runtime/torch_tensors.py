@@ -17,7 +17,6 @@ from tvmcap.runtime.frameworks import (
     uncopied,
     wrong,
 )
-from tvmcap.runtime.seen import guard
 
 #: Looks of inputs remembered, and of outputs.
 _KNOWN = 1024
@@ -219,3 +218,18 @@ def telling(signature: Signature) -> list[int]:
             seen |= names
             found.append(position)
     return found or [0]
+
+
+def guard(torch: Any, tensors: Sequence[Any]) -> Callable[..., bool]:
+    """Return (tensors) -> whether they are as these, apart from their addresses and contents.
+
+    torch.compile's guards compare type, dtype, device, sizes, strides and what autograd and lazy
+    negation add, all at once.
+    """
+    guards = torch._C._dynamo.guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(x.shape) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    )
+    check: Callable[..., bool] = guards.check
+    return check
