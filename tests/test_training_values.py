@@ -171,3 +171,30 @@ def test_medians_and_orders_of_small_dtypes(dtype: torch.dtype, tmp_path: Path) 
     for ours, theirs in zip(lib(x), _ranked(x), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
+
+
+def _products(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Multiply with the batch as rows, as columns, inside, and as keys and queries."""
+    attended = F.scaled_dot_product_attention(x[None], x[None], (x @ w)[None])
+    return F.gelu(x @ w), w.t() @ x.t(), x.t() @ (x @ w), attended, (x @ x.t()) @ x
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_products_of_a_dynamic_size_that_is_zero(backward: bool, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    x, w = torch.randn(5, 4), torch.randn(4, 3)
+    example = (x.clone().requires_grad_(backward), w.clone().requires_grad_(backward))
+    options: dict[str, Any] = {"tune": "none", "cache_dir": str(tmp_path), "verify": False}
+    options["dynamic"] = {0: {0: tvmcap.Dim("B", min=0)}}
+    lib = tvmcap.build(_products, example, backward=backward, target="llvm", **options)
+    for size in (0, 3):
+        results = []
+        for fn in (lib, _products):
+            leaves = [torch.linspace(-1, 1, size * 4).view(size, 4), w.clone()]
+            leaves = [t.requires_grad_(backward) for t in leaves]
+            values = fn(*leaves)
+            total = sum(v.sum() for v in values)
+            found = torch.autograd.grad(total, leaves) if backward else ()
+            results.append([*(v.detach() for v in values), *found])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
