@@ -174,9 +174,8 @@ def test_medians_and_orders_of_small_dtypes(dtype: torch.dtype, tmp_path: Path) 
 
 
 def _products(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Multiply with the batch as rows, as columns, inside, and as keys and queries."""
-    attended = F.scaled_dot_product_attention(x[None], x[None], (x @ w)[None])
-    return F.gelu(x @ w), w.t() @ x.t(), x.t() @ (x @ w), attended, (x @ x.t()) @ x
+    """Multiply with the batch as rows and inside."""
+    return F.gelu(x @ w), x.t() @ (x @ w)
 
 
 @pytest.mark.parametrize("backward", [False, True])
