@@ -1,5 +1,8 @@
 """Timing takes turns, rotates inputs and reports the spread."""
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -45,6 +48,41 @@ def test_rotated_clones_nested_tensors_until_the_bytes_are_there():
 def test_a_device_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
         measure({"a": lambda: None}, device="tpu")
+
+
+def test_graphs_are_timed_while_the_device_is_busy(monkeypatch):
+    """The clock starts between two replays, so that launching the first is not counted."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, stop):
+            return 3.0
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fake = {
+        "Event": Event,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda s: contextlib.nullcontext(),
+        "graph": lambda g: contextlib.nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: log.append("replay")),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    times = measure({"a": lambda: None}, device="cuda", graph=True, samples=5)
+    assert len(log) % 5 == 0 and log == ["replay", "event", "replay", "event", "wait"] * (
+        len(log) // 5
+    )
+    assert times["a"].median == pytest.approx(3e3 / 16)
 
 
 @pytest.mark.gpu

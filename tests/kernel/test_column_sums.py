@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tvm
 from tvm import relax
 
+import tvmcap
+from tests.schedules.hopper import resources
 from tvmcap.base import codegen
 from tvmcap.graph import fuse
 from tvmcap.graph.group import Graph, fused
-from tvmcap.kernel import column_sums, fallback
+from tvmcap.kernel import column_sums, fallback, sums_kernel
+from tvmcap.kernel.sums import cluster_of
 
 CUDA = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
 
@@ -37,61 +41,101 @@ def sum_of(
     return fused(graph, list(range(len(graph.kernels))))
 
 
-@pytest.mark.parametrize("work", [True, False])
-def test_it_is_one_kernel_with_whole_vectors_and_little_shared_memory(work: bool) -> None:
-    func, rule = fallback.schedule(sum_of(work=work), CUDA)
-    assert rule == "column-sums"
-    text = tvm.IRModule({"main": func}).script()
-    assert text.count("blockIdx.x") == 1 and "T.vectorized" in text
+def source_of(func: Any, target: Any) -> str:
     named = func.with_attr("global_symbol", "main")
-    with CUDA:
-        built = tvm.tirx.build(tvm.IRModule({"main": named}), target=CUDA)
-    source = built.imports[0].inspect_source()
-    source = source[source.rindex("__global__") :]
-    assert source.count("*(uint4*)") >= (3 if work else 1)
-    sizes = [
-        int(line.split("[")[1].split("]")[0])
-        for line in source.splitlines()
-        if "__shared__" in line
-    ]
-    assert 4 * sum(sizes) <= 48 * 1024
+    done = tvm.compile(tvm.IRModule({"main": named}), target=target, tir_pipeline="tirx")
+    source = str(done.mod.imports[0].inspect_source())
+    return source[source.rindex("__global__") :]
 
 
-def test_schedule_keeps_what_the_function_computes() -> None:
-    """Without thread bindings the scheduled function runs on this CPU."""
-    func = sum_of(dtype="float32")
-    sch = column_sums.schedule(func, CUDA)
-    assert sch is not None
-    text = tvm.IRModule({"main": sch.mod["main"]}).script()
+@pytest.mark.parametrize("work", [True, False])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "sm_75"])
+def test_it_is_one_kernel_that_copies_ahead_in_whole_vectors(work: bool, arch: str) -> None:
+    target = codegen.make_target({"kind": "cuda", "arch": arch})
+    func, rule = fallback.schedule(sum_of(4096, work=work), target)
+    assert rule == "column-sums"
+    source = source_of(func, target)
+    copies, stores = source.count("cp_async"), source.count("tvmcap_store16")
+    assert (copies > 0) == (arch != "sm_75") and stores == (work and arch != "sm_75")
+    assert source.count("*(uint4*)") >= (2 if work else 1)  # of shared memory, or of global
+    assert ("tvmcap_cluster_meet" in source) == (arch == "sm_90a")
+    assert source.count("tvmcap_logistic2") >= work
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks"), [(32, 8), (64, 8), (96, 8), (4096, 8), (8192, 4), (16384, 2), (65536, 1)]
+)
+def test_blocks_part_the_rows_until_they_fill_the_card(width: int, blocks: int) -> None:
+    sums = column_sums.read(sum_of(width))
+    assert sums is not None
+    assert cluster_of(sums, True) == blocks
+    assert cluster_of(sums, False) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_as_many_blocks_are_resident_as_the_kernel_says(dtype: str, tmp_path: Any) -> None:
+    """Shared memory and registers leave room for them; nothing spills."""
+    func, _ = fallback.schedule(sum_of(4096, dtype), CUDA)
+    named = func.with_attr("global_symbol", "main")
+    done = tvm.compile(tvm.IRModule({"main": named}), target=CUDA, tir_pipeline="tirx")
+    found, _ = resources(str(done.mod.imports[0].inspect_source()), tmp_path)
+    [used] = found.values()
+    assert used.spilled == 0
+    assert used.registers * sums_kernel.THREADS * sums_kernel.RESIDENT <= 65536
+
+
+def test_it_is_read_as_what_it_computes() -> None:
+    sums = column_sums.read(sum_of(dtype="float32"))
+    assert sums is not None and sums.columns == 64 and len(sums.read()) == 2
     rng = np.random.default_rng()
     rows = int(rng.integers(1, 600))
     x, h = (rng.standard_normal((rows, 64)).astype("float32") for _ in range(2))
-    serial = _serial(sch.mod["main"])
-    run = tvm.compile(tvm.IRModule({"main": serial}), target={"kind": "llvm"})
-    d, total = np.zeros_like(x), np.zeros(64, "float16")
-    tensors = [tvm.runtime.tensor(a) for a in (h, x, d, total)]  # in order of use
-    run["main"](*tensors)
-    np.testing.assert_allclose(tensors[2].numpy(), x * np.tanh(h), rtol=1e-5, atol=1e-6)
-    expected = (x * np.tanh(h)).sum(0)
-    np.testing.assert_allclose(tensors[3].numpy(), expected, rtol=1e-2, atol=2e-2)
-    assert "threadIdx.y" in text
-
-
-def _serial(func: Any) -> Any:
-    """Write loops over threads as plain loops, and memory of threads as memory of all."""
-    import tvm_ffi
-    from tvm import tirx
-
-    def loop(node: Any) -> Any:
-        kind = tirx.ForKind.SERIAL
-        return tirx.For(node.loop_var, node.min, node.extent, kind, node.body)
-
-    body = tvm_ffi.structural_map(func.body, (tirx.For, loop))
-    text = func.with_body(body).with_attr("global_symbol", "main").script()
-    text = text.replace('scope="shared"', 'scope="global"').replace(
-        'scope="local"', 'scope="global"'
+    values = dict(zip(sums.params, (h, x), strict=False))  # in order of use
+    [(d, value)] = sums.matrices
+    values[d] = evaluate(value, values)
+    total, value = sums.total
+    values[total] = evaluate(value, values).sum(0)
+    np.testing.assert_allclose(values[d], x * np.tanh(h), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        evaluate(sums.end[1], values), (x * np.tanh(h)).sum(0), rtol=1e-2, atol=2e-2
     )
-    return tvm.script.from_source(text)
+
+
+def evaluate(value: Any, arrays: dict[Any, Any]) -> Any:
+    """Compute an expression for all rows and columns at once."""
+    kind = type(value).__name__
+    if kind == "Mul":
+        return evaluate(value.a, arrays) * evaluate(value.b, arrays)
+    if kind == "Cast":
+        return evaluate(value.value, arrays).astype(str(value.ty))
+    if kind == "Call" and value.op.name == "tirx.tanh":
+        return np.tanh(evaluate(value.args[0], arrays))
+    return arrays[value.source]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [32, 96, 320, 4096, 16384])
+def test_sums_of_any_number_of_rows(dtype: torch.dtype, width: int) -> None:
+    def fn(x: torch.Tensor, h: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        d = x * torch.tanh(h + b)
+        return d, d.float().sum(0).to(dtype)
+
+    def inputs(rows: int) -> list[torch.Tensor]:
+        shapes = ((rows, width), (rows, width), (width,))
+        return [torch.randn(s, device="cuda").to(dtype) for s in shapes]
+
+    dynamic = {"x": {0: "B"}, "h": {0: "B"}}
+    lib = tvmcap.build(fn, tuple(inputs(40)), target="cuda", dynamic=dynamic, tune="none")
+    assert [row["served_by"] for row in lib.manifest.coverage] == ["rule:column-sums"]
+    for rows in (0, 1, 31, 257, 2048, 5000):
+        x, h, b = inputs(rows)
+        d, total = lib(x, h, b)
+        want = x.double() * torch.tanh(h.double() + b.double())
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(d.double(), want, rtol=2 * step, atol=step)
+        added = d.double().sum(0)
+        torch.testing.assert_close(total.double(), added, rtol=step, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +149,7 @@ def _serial(func: Any) -> Any:
 )
 def test_others_are_left_alone(func: Any) -> None:
     assert not column_sums.suits(func, CUDA)
-    assert column_sums.schedule(func, CUDA) is None
+    assert column_sums.scheduled(func, CUDA) is None
 
 
 def test_a_cpu_has_its_own_rules() -> None:

@@ -125,13 +125,18 @@ def _sampler(
     return sample
 
 
-def _event_sampler(call: Call, inputs: Sequence[Sequence[Any]]) -> Callable[[int], float]:
+def _event_sampler(
+    call: Call, inputs: Sequence[Sequence[Any]], ahead: int = 0
+) -> Callable[[int], float]:
+    """Time between two events; ``ahead`` calls keep the device busy while the timed are queued."""
     cuda: Any = importlib.import_module("torch").cuda
     position = 0
 
     def sample(repeats: int) -> float:
         nonlocal position
         start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(ahead):
+            call(*inputs[position])
         start.record()
         for _ in range(repeats):
             call(*inputs[position])
@@ -156,7 +161,7 @@ def _graph_sampler(call: Call, inputs: Sequence[Sequence[Any]]) -> Callable[[int
     with cuda.graph(captured):
         for i in range(count):
             call(*inputs[i % len(inputs)])
-    replay = _event_sampler(captured.replay, ((),))
+    replay = _event_sampler(captured.replay, ((),), ahead=1)
     return lambda repeats: replay(-(-repeats // count)) / count
 
 

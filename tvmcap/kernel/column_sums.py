@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import Schedule
 
+from tvmcap.base import codegen
 from tvmcap.graph.columns import summed_matrix
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.features import copy_func
-from tvmcap.schedules import gpu_math
+from tvmcap.kernel.sums import Sums
+from tvmcap.kernel.sums_kernel import sums_kernel
+from tvmcap.schedules.row_math import put
 
-COLUMNS, VECTOR = 32, 8
-"""Columns of a block, and neighbouring ones of a thread: 16 bytes of 16-bit values."""
-ROWS, WARPS = 256, 32
-"""Rows that the threads of a block read at once, and its warps."""
+#: Columns that blocks of threads divide among them.
+COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,30 @@ class _Parts:
 
 
 def suits(func: tirx.PrimFunc, target: Any) -> bool:
-    """Whether ``schedule`` takes a PrimFunc."""
+    """Whether ``scheduled`` takes a PrimFunc."""
     return target.kind.name == "cuda" and _parts(Schedule(func)) is not None
 
 
-def schedule(func: tirx.PrimFunc, target: Any) -> Schedule | None:
-    """Schedule elementwise blocks, a float32 sum of a matrix over its rows, and elementwise blocks.
+def scheduled(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
+    """Write elementwise blocks, a float32 sum of a matrix over its rows, and elementwise blocks.
 
     Those before the sum have the matrix's shape, and any of them may be an output; those after it
-    have the shape of a row. Rows may be symbolic; columns are a multiple of a block's. A block
-    reads its columns of all rows, ``ROWS`` at once; its threads keep their sums in registers and
-    meet in shared memory at the end. None for another PrimFunc.
+    have the shape of a row. Rows may be symbolic; columns are a multiple of ``COLUMNS``. None for
+    another PrimFunc.
     """
-    if target.kind.name != "cuda":
+    found = read(func) if target.kind.name == "cuda" else None
+    if found is None:
         return None
+    return sums_kernel(found, codegen.compute_capability(target))
+
+
+def read(func: tirx.PrimFunc) -> Sums | None:
+    """Take a PrimFunc apart; None where it is not such a sum."""
     sch = Schedule(copy_func(func))
     parts = _parts(sch)
-    if parts is None:
+    shape = None if parts is None else summed_matrix(sch.get(parts.total))
+    if parts is None or shape is None:
         return None
-    total = parts.total
     outputs = {sch.get(b).name_hint for b in sch.get_output_blocks(sch.get_sblock("root"))}
     stored, last = (
         [b for b in side if sch.get(b).name_hint in outputs] for side in (parts.before, parts.after)
@@ -61,120 +66,39 @@ def schedule(func: tirx.PrimFunc, target: Any) -> Schedule | None:
     for block in (*parts.before, *parts.after):
         if block not in stored and block not in last:
             sch.compute_inline(block)
-    # what is stored is computed into registers, which the sum and a copy read
-    copies = [sch.cache_write(b, 0, "local", sch.get_consumers(b)) for b in stored]
-    partial = _walk_rows(sch, total, copies)
-    _share_blocks(sch, partial, total, last)
-    outer, own, across, step, _ = sch.get_loops(partial)
-    high, low = sch.split(own, factors=[WARPS, ROWS // WARPS])
-    beside = sch.fuse(low, across)
-    for loop, thread in ((outer, "blockIdx.x"), (high, "threadIdx.y"), (beside, "threadIdx.x")):
-        sch.bind(loop, thread)
-    _keep_in_registers(sch, partial, beside, step, stored, copies)
-    _meet(sch, total, last)
-    return sch
+    row, column = (tirx.Var(name, "int64") for name in ("row", "column"))
+
+    def value(block: Any) -> tuple[Any, Any]:
+        """Return what a block writes and its value, in terms of the row and the column."""
+        found = sch.get(block)
+        point = _point(found, row, column)
+        axes = {v.var: at for v, at in zip(found.iter_vars, point, strict=True)}
+        return found.body.buffer, put(found.body.value, axes)
+
+    buffer, sum_ = value(parts.total)
+    total = next(x for x in (sum_.a, sum_.b) if not _loads(x, buffer))
+    ends = [value(b) for b in last] or [(buffer, tirx.BufferLoad(buffer, [column]))]
+    return Sums(
+        params=tuple(sch.mod["main"].params),
+        rows=shape[0],
+        columns=int(shape[1]),
+        row=row,
+        column=column,
+        matrices=tuple(map(value, stored)),
+        total=(buffer, total),
+        end=ends[0],
+    )
 
 
-def scheduled(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
-    """Return the PrimFunc as ``schedule`` does it, with quick forms; None where it does not."""
-    sch = schedule(func, target)
-    return None if sch is None else _quickened(sch.mod["main"])
+def _point(block: Any, row: Any, column: Any) -> list[Any]:
+    """Return what stands for a block's axes; the sum adds over rows, what follows it has none."""
+    if _reduces(block):
+        return [row if _adds(v) else column for v in block.iter_vars]
+    return [row, column][-len(block.iter_vars) :]
 
 
-def _quickened(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Compute what is stored in 16 bits by the quick forms: one pass is bound by them otherwise."""
-
-    def store(node: Any) -> Any:
-        if str(node.buffer.dtype) not in ("float16", "bfloat16"):
-            return node
-        return tirx.BufferStore(node.buffer, gpu_math.quick(node.value), node.indices)
-
-    return func.with_body(tvm_ffi.structural_map(func.body, (tirx.BufferStore, store)))
-
-
-def _walk_rows(sch: Schedule, total: Any, copies: Sequence[Any]) -> Any:
-    """Part the sum by the rows of one step, and let the copies share its loops."""
-    column, row = sch.get_loops(total)
-    _, inner = sch.split(column, factors=[None, COLUMNS])
-    sch.split(inner, factors=[COLUMNS // VECTOR, VECTOR])
-    _, own = sch.split(row, factors=[None, ROWS])
-    partial = sch.rfactor(own, 0)
-    outer, across, vector, step, own = sch.get_loops(partial)
-    sch.reorder(outer, own, across, step, vector)
-    steps = [step]
-    for copy in copies:
-        row, column = sch.get_loops(copy)
-        outer, inner = sch.split(column, factors=[None, COLUMNS])
-        across, vector = sch.split(inner, factors=[COLUMNS // VECTOR, VECTOR])
-        step, own = sch.split(row, factors=[None, ROWS])
-        sch.reorder(outer, own, across, step, vector)
-        steps.append(step)
-    if copies:
-        sch.merge(*steps)
-    return partial
-
-
-def _share_blocks(sch: Schedule, partial: Any, total: Any, last: Sequence[Any]) -> None:
-    """Let what follows the sums of threads run in the same block of threads."""
-    outer, *within, _ = sch.get_loops(total)
-    sch.fuse(*within)
-    outers = [outer]
-    for block in last:
-        (column,) = sch.get_loops(block)
-        outer, _ = sch.split(column, factors=[None, COLUMNS])
-        outers.append(outer)
-    sch.merge(sch.get_loops(partial)[0], *outers)
-
-
-def _keep_in_registers(
-    sch: Schedule,
-    sums: Any,
-    beside: Any,
-    step: Any,
-    stored: Sequence[Any],
-    copies: Sequence[Any],
-) -> None:
-    """Add up in registers; whole vectors are read and written."""
-    sch.set_scope(sums, 0, "shared")
-    shared = sch.cache_write(sums, 0, "local")
-    sch.reverse_compute_at(shared, beside, preserve_unit_loops=True)
-    # a block's own columns first: then the rest is what shared memory has to hold
-    sch.transform_layout(shared, ("write", 0), lambda r, c: (c // COLUMNS, r, c % COLUMNS))
-    sch.vectorize(sch.get_loops(shared)[-1])
-    for block, copy in reversed(list(zip(stored, copies, strict=True))):
-        sch.compute_at(block, step, preserve_unit_loops=True)
-        sch.unroll(sch.get_loops(block)[-1])
-        sch.vectorize(sch.get_loops(copy)[-1])
-        _read_vectors(sch, block, step)
-    _read_vectors(sch, sums, step)
-    sch.decompose_reduction(sums, step)
-
-
-def _read_vectors(sch: Schedule, block: Any, step: Any) -> None:
-    """Read what a block reads of matrices into registers first, whole vectors at once.
-
-    The arithmetic stays scalar: TVM's CUDA code for constants in vectors of eight is wrong.
-    """
-    for i, region in enumerate(sch.get(block).reads):
-        source = region.source
-        if source.scope() == "global" and len(source.shape) == 2:
-            if isinstance(source.shape[1], tirx.IntImm) and int(source.shape[1]) % VECTOR == 0:
-                read = sch.cache_read(block, i, "local")
-                sch.compute_at(read, step, preserve_unit_loops=True)
-                sch.vectorize(sch.get_loops(read)[-1])
-
-
-def _meet(sch: Schedule, total: Any, last: Sequence[Any]) -> None:
-    """Add the sums of a block's threads: a warp a part of the rows, a lane a column."""
-    _, column, row = sch.get_loops(total)
-    own, shared = sch.split(row, factors=[None, WARPS])
-    sch.reorder(shared, own)
-    sch.bind(column, "threadIdx.x")
-    sch.bind(shared, "threadIdx.y")
-    if last:
-        sch.set_scope(total, 0, "local")
-    for block in last:
-        sch.bind(sch.get_loops(block)[-1], "threadIdx.x")
+def _loads(value: Any, buffer: Any) -> bool:
+    return getattr(value, "source", None) is not None and value.source.same_as(buffer)
 
 
 def _parts(sch: Schedule) -> _Parts | None:
@@ -194,7 +118,11 @@ def _parts(sch: Schedule) -> _Parts | None:
 
 
 def _reduces(block: Any) -> bool:
-    return any(v.iter_type == tirx.IterVar.CommReduce for v in block.iter_vars)
+    return any(map(_adds, block.iter_vars))
+
+
+def _adds(axis: Any) -> bool:
+    return bool(axis.iter_type == tirx.IterVar.CommReduce)
 
 
 def _fills(block: Any, shape: Sequence[Any]) -> bool:

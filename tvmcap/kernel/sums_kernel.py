@@ -1,0 +1,282 @@
+"""The TIRx text of sums over the rows of a matrix: one pass that also writes what it adds up.
+
+A thread takes eight neighbouring columns of every so many rows. It copies them to shared memory
+some rows ahead, so that enough bytes are under way, and keeps its sums in registers. The threads of
+a block meet in shared memory, and the blocks of a cluster, which part the rows, at the first of
+them. The last rows come first: the kernel before wrote them last, and the one after reads the first
+rows first, so that more is found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvmcap.kernel import epilogue as ep
+from tvmcap.kernel.sums import VECTOR, Sums, cluster_of
+from tvmcap.schedules import hopper_ops
+from tvmcap.schedules.gpu_epilogue import flatten, offset
+from tvmcap.schedules.gpu_math import legal, quick
+from tvmcap.schedules.hopper_epilogue import pack
+from tvmcap.schedules.row_math import put
+from tvmcap.schedules.row_plan import WARP, itemsize
+
+Expr = Any
+Buffer = Any
+
+THREADS, RESIDENT = 256, 4
+"""Threads of a block, and blocks of a multiprocessor at once."""
+AHEAD = 3
+"""Rows that a thread has under way beside the one that it computes."""
+_FINISHED = 4  # columns of a thread that adds up what warps and blocks found
+_COPY = 16  # bytes
+_HALF = ("float16", "bfloat16")
+_RESIDENT = "tirx.launch_bounds_min_blocks_per_sm"
+# what is written as a vector of a local array leaves in words of its own otherwise
+_STORE = (
+    "__forceinline__ __device__ void tvmcap_store16("
+    "void* to, unsigned a, unsigned b, unsigned c, unsigned d)"
+    '{ asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"'
+    ' :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }'
+)
+
+
+def sums_kernel(s: Sums, capability: int) -> tirx.PrimFunc:
+    """Write the kernel for a compute capability, 90 for sm_90."""
+    cluster = cluster_of(s, capability >= 90)
+    writer = _Writer(s, cluster, capability)
+
+    @T.prim_func(check_well_formed=False)
+    def kernel() -> None:
+        T.device_entry()
+        ids = T.meta_var(hopper_ops.cluster_ids(s.columns // s.width, cluster))
+        tx = T.thread_id([THREADS])
+        writer.write(ids[0], ids[1], tx)
+
+    launch = hopper_ops.launch_params(cluster, False)
+    return tirx.PrimFunc(s.params, kernel.body).with_attr("tirx.kernel_launch_params", launch)
+
+
+class _Writer:
+    """Writes one kernel into the function that is being built."""
+
+    def __init__(self, s: Sums, cluster: int, capability: int) -> None:
+        self.s, self.cluster = s, cluster
+        self.copies, self.early = capability >= 80, capability >= 90
+        self.lanes = s.width // VECTOR
+        self.groups = THREADS // self.lanes
+        self.inputs = s.read()
+
+    def write(self, block: Any, rank: Any, tx: Any) -> None:
+        """Write the body for a thread of a block."""
+        with T.attr(T.int32(0), _RESIDENT, RESIDENT):
+            s = self.s
+            self.tx = tx
+            self.flat = {p: flatten(p) for p in s.params if hasattr(p, "dtype")}
+            self.column = T.Cast("int64", block * s.width + tx % self.lanes * VECTOR)
+            self.first = T.Cast("int64", rank * self.groups + tx // self.lanes)
+            self._allocate()
+            if self.cluster > 1:
+                self._prepare(tx)
+            with T.unroll(VECTOR) as i:
+                T.buffer_store(self.sums, T.float32(0), [i])
+            self._walk()
+            if self.early:  # the next kernel may start, and waits for what this one still writes
+                T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+            self._finish(block, rank, tx)
+
+    def _allocate(self) -> None:
+        s, pool = self.s, T.SMEMPool()
+        warps = THREADS // WARP
+        self.partial = pool.alloc((warps * s.width,), "float32", align=16)
+        if self.cluster > 1:
+            self.received = pool.alloc(((self.cluster - 1) * s.width,), "float32", align=16)
+            self.barrier = pool.alloc((1,), "uint64", align=8)
+        ring = (AHEAD + 1) * THREADS * VECTOR
+        if self.copies:
+            self.rings = {b: pool.alloc((ring,), str(b.dtype), align=16) for b in self.inputs}
+        pool.commit()
+        self.sums = T.alloc_buffer((VECTOR,), "float32", scope="local")
+        self.homes = {
+            b: T.alloc_buffer((VECTOR,), str(b.dtype), scope="local") for b in self.inputs
+        }
+        self.outs = {
+            b: T.alloc_buffer((VECTOR,), str(b.dtype), scope="local") for b, _ in s.matrices
+        }
+        self.words = {
+            b: T.decl_buffer((VECTOR // 2,), "uint32", data=self.outs[b].data, scope="local")
+            for b in self.outs
+            if self.copies and str(b.dtype) in _HALF  # TVM rewrites bfloat16 for older targets
+        }
+
+    def _prepare(self, tx: Any) -> None:
+        """Make the barrier at which the first block of a cluster waits for the others' sums."""
+        sent = (self.cluster - 1) * self.s.width * 4
+        with T.If(tx == 0), T.Then():
+            T.evaluate(T.ptx.mbarrier.init.shared.b64(self.barrier.ptr_to([0]), T.uint32(1)))
+            arrive = T.ptx.mbarrier.arrive.expect_tx.shared.b64
+            T.evaluate(arrive(self.barrier.ptr_to([0]), T.uint32(sent)))
+            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+
+    def _walk(self) -> None:
+        """Take the thread's rows, one after the other, from the last."""
+        stride = self.groups * self.cluster
+        rows = tirx.floordiv(T.max(self.s.rows - self.first, T.int64(0)) + (stride - 1), stride)
+        count = T.alloc_local([1], "int32")
+        T.buffer_store(count, T.Cast("int32", rows), [0])
+
+        def row_of(step: Any) -> Expr:
+            return self.s.rows - 1 - (self.first + T.Cast("int64", step) * stride)
+
+        def copy(step: Any) -> None:
+            with T.If(step < count[0]), T.Then():
+                self._copy(step, row_of(step))
+            T.evaluate(T.ptx["cp.async.commit_group"]())
+
+        for step in range(AHEAD if self.copies else 0):
+            copy(T.int32(step))
+        with T.serial(count[0]) as step:
+            row = row_of(step)
+            if self.copies:
+                T.evaluate(T.ptx["cp.async.wait_group"](AHEAD - 1))
+            for buffer, home in self.homes.items():
+                source, start = self.flat[buffer], row * self.s.columns + self.column
+                if self.copies:
+                    source, start = self.rings[buffer], self._slot(step)
+                _move(home, 0, source, start)
+            if self.copies:
+                copy(step + AHEAD)
+            self._row(row)
+
+    def _slot(self, step: Any) -> Expr:
+        return (step % (AHEAD + 1) * THREADS + self.tx) * VECTOR
+
+    def _copy(self, step: Any, row: Expr) -> None:
+        """Have the vectors of a row copied to the slot of its step; only this thread reads them."""
+        for buffer, ring in self.rings.items():
+            for at in range(0, VECTOR, _COPY // itemsize(buffer)):
+                source = self.flat[buffer].ptr_to([row * self.s.columns + self.column + at])
+                to = ring.ptr_to([self._slot(step) + at])
+                T.evaluate(T.ptx["cp.async.cg.shared.global"](to, source, _COPY))
+
+    def _row(self, row: Expr) -> None:
+        """Compute a row's vector of every output, write it, and add it up."""
+        s = self.s
+        start = row * s.columns + self.column
+        for buffer, value in s.matrices:
+            if buffer in self.words:
+                with T.unroll(VECTOR // 2) as i:
+                    both = [self._at(value, buffer, row, i * 2 + half) for half in range(2)]
+                    T.buffer_store(self.words[buffer], pack(str(buffer.dtype), *both), [i])
+                self._store(buffer, start)
+                continue
+            with T.unroll(VECTOR) as i:
+                T.buffer_store(self.outs[buffer], self._at(value, buffer, row, i), [i])
+            _move(self.flat[buffer], start, self.outs[buffer], 0)
+        buffer, value = s.total
+        with T.unroll(VECTOR) as i:
+            T.buffer_store(self.sums, self.sums[i] + self._at(value, buffer, row, i), [i])
+
+    def _store(self, buffer: Buffer, start: Expr) -> None:
+        words = [self.words[buffer][i] for i in range(VECTOR // 2)]
+        to = self.flat[buffer].ptr_to([start])
+        T.evaluate(T.cuda.func_call("tvmcap_store16", to, *words, source_code=_STORE))
+
+    def _at(self, value: Expr, target: Buffer, row: Expr, i: Any) -> Expr:
+        """Return an expression at an element of a thread's vector of a row."""
+        point = [self.s.row, self.s.column]
+
+        def load(node: Any) -> Any:
+            buffer = node.source
+            if buffer in self.outs:
+                return self.outs[buffer][i]
+            if buffer in self.homes and ep.same_all(node.indices, point):
+                return self.homes[buffer][i]
+            return self._load(node)
+
+        value = tvm_ffi.structural_map(value, (tvm.ir.TensorLoad, load))
+        column = self.column + T.Cast("int64", i)
+        return written(put(value, {self.s.row: row, self.s.column: column}), target)
+
+    def _load(self, node: Any) -> Expr:
+        """Read a parameter where it lies."""
+        where = offset(node.source, list(node.indices))
+        return tirx.BufferLoad(self.flat[node.source], [where])
+
+    def _finish(self, block: Any, rank: Any, tx: Any) -> None:
+        """Add up over warps, then over the blocks of a cluster, and write the result."""
+        sums = self.sums
+        s, lane = self.s, tx % WARP
+        distance = self.lanes
+        while distance < WARP:
+            with T.unroll(VECTOR) as i:
+                moved = T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), sums[i], distance, WARP, WARP)
+                T.buffer_store(sums, sums[i] + moved, [i])
+            distance *= 2
+        with T.If(lane < self.lanes), T.Then():
+            _move(self.partial, tx // WARP * s.width + lane * VECTOR, sums, 0)
+        T.evaluate(T.cuda.cta_sync())
+        if self.cluster > 1:
+            T.evaluate(hopper_ops.cluster_meet())  # the first block's barrier is ready by then
+        with T.If(tx < s.width // _FINISHED), T.Then():
+            total = T.alloc_buffer((_FINISHED,), "float32", scope="local")
+            start = tx * _FINISHED
+            self._add(total, self.partial, start, THREADS // WARP, first=True)
+            if self.cluster == 1:
+                self._end(block, start, total)
+                return
+            with T.If(rank == 0):
+                with T.Then():
+                    T.evaluate(hopper_ops.wait(self.barrier.ptr_to([0]), 0))
+                    self._add(total, self.received, start, self.cluster - 1, first=False)
+                    self._end(block, start, total)
+                with T.Else():
+                    where = self.received.ptr_to([(rank - 1) * s.width + start])
+                    values = [total[i] for i in range(_FINISHED)]
+                    T.evaluate(hopper_ops.send(where, self.barrier.ptr_to([0]), 0, values))
+
+    def _add(self, total: Any, parts: Any, start: Any, count: int, *, first: bool) -> None:
+        """Add ``count`` rows of shared memory to ``total``, in order."""
+        with T.unroll(_FINISHED) as i:
+            value = T.float32(0) if first else total[i]
+            for part in range(count):
+                value = value + parts[part * self.s.width + start + i]
+            T.buffer_store(total, value, [i])
+
+    def _end(self, block: Any, start: Any, total: Any) -> None:
+        s, (buffer, value) = self.s, self.s.end
+
+        def load(node: Any, i: Any) -> Any:
+            if node.source.same_as(s.total[0]):
+                return total[i]
+            return tirx.BufferLoad(
+                self.flat[node.source], [offset(node.source, list(node.indices))]
+            )
+
+        with T.unroll(_FINISHED) as i:
+            column = T.Cast("int64", block * s.width + start + i)
+            found = tvm_ffi.structural_map(value, (tvm.ir.TensorLoad, lambda node: load(node, i)))
+            found = written(put(found, {s.column: column}), buffer)
+            T.buffer_store(self.flat[buffer], found, [column])
+
+
+def _registers(buffer: Buffer) -> Buffer:
+    return T.alloc_buffer((VECTOR,), str(buffer.dtype), scope="local")
+
+
+def _move(to: Buffer, to_at: Expr, source: Buffer, at: Expr) -> None:
+    """Copy a thread's vector, in instructions of at most 16 bytes."""
+    lanes = min(VECTOR, _COPY // itemsize(source))
+    for part in range(0, VECTOR, lanes):
+        with T.vectorized(lanes) as i:
+            T.buffer_store(to, source[at + (part + i)], [to_at + (part + i)])
+
+
+def written(value: Expr, target: Buffer) -> Expr:
+    """Write an expression in what TIRx lowers; in quick forms where it is stored in 16 bits."""
+    value = legal(value)
+    return quick(value) if str(target.dtype) in _HALF else value
