@@ -51,7 +51,50 @@ def _unread(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _no_elements(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Multiply matrices with sizes of 0, in each place."""
-    return (x[:0] @ y.t()).sum() + x[:, :0] @ y[:, :0].t() + (x @ y[:0].t()).sum() + x[:, :3]
+    none = x[:, :0].reshape(0, 5).sum() + y[:0].reshape(4, 0, 2).sum() + x[None, :0][0].sum()
+    return (x[:0] @ y.t()).sum() + x[:, :0] @ y[:, :0].t() + (x @ y[:0].t()).sum() + x[:, :3] + none
+
+
+def _truths(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Reduce and sort truth values, over some axes and over all."""
+    hit = x > 0
+    rows = (hit.amax(1) & ~hit.amin(0)[:3]) | hit.max(1)[0] | (y < 0).min(1)[0]
+    places = hit.cumsum(1) + hit.sort(1)[0] + hit.any() + hit.max() + (x > -99).min()
+    return (x * rows[:, None] + y) * places
+
+
+def _two_dtypes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Combine operands that PyTorch promotes, tensors and numbers of rank 0."""
+    wide, whole = y.double() * 0.5, torch.arange(4)
+    parts = [torch.cat([x, wide]), torch.stack([x, wide]).flatten(0, 1)]
+    parts += [torch.where(x > 0, x, wide).repeat(2, 1), torch.where(x > 0, x, whole).repeat(2, 1)]
+    parts += [torch.fmod(x, wide.abs() + 0.3).repeat(2, 1)]
+    bounds = torch.tensor(-0.5, dtype=torch.float64), torch.linspace(0.1, 0.4, 24).view(6, 4)
+    parts += [x.repeat(2, 1).clamp(*bounds), y.clamp(min=whole - 2).repeat(2, 1)]
+    parts += [F.cosine_similarity(x.to(y.dtype), y, dim=1)[:, None].repeat(2, 4)]
+    return sum(parts).to(x.dtype)  # type: ignore[union-attr]
+
+
+def _moved(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Shuffle, make matrices of ones, multiply up along an axis, with zeros in it."""
+    image = (
+        F.pixel_shuffle(x.reshape(3, 4, 1, 1), 2) + F.pixel_unshuffle(y.view(1, 1, 6, 2), 2).sum()
+    )
+    products = torch.where(x < -0.5, 0.0, x).cumprod(1) + x.cumprod(0)
+    return image.reshape(3, 4) * torch.eye(3, 4) + products + y @ torch.eye(4).to(y.dtype)
+
+
+def _attention_of_none(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Attend with no queries, and with no keys, whose result has elements and no sources."""
+    none = F.scaled_dot_product_attention(x[None, :0], y[None], y[None])
+    some = F.scaled_dot_product_attention(x[None], y[None, :0], x[None, :0])
+    return torch.cat([none[0], some.nan_to_num(0.25)[0] + x * y])
+
+
+def _sums_of_none(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Reduce and scan parts without elements, which are no views of what they are parts of."""
+    none = x[:0].sum(0) + x[:0].sum() + y[:, :0].cumsum(1).sum() + y[:0].cumsum(0).sum(0)
+    return x + (none + x[:0].softmax(0).sum(0)) * y + y[:, :0].prod(1, keepdim=True)
 
 
 CASES: dict[str, Callable[[Any, Any], Any]] = {
@@ -60,6 +103,13 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "average pooling": _averages,
     "results not read": _unread,
     "sizes of 0": _no_elements,
+    "sums of none": _sums_of_none,
+    "truth values": _truths,
+    "two dtypes": _two_dtypes,
+    "moved": _moved,
+    "attention of none": _attention_of_none,
+    "its input": lambda x, y: x,
+    "a gradient that is its input": lambda x, y: x + y,
 }
 
 
@@ -67,13 +117,16 @@ def _results(fn: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     y = fn(*leaves)
     cotangent = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).to(y.dtype).reshape(y.shape)
-    return [y.detach(), *torch.autograd.grad(y, leaves, cotangent)]
+    return [y.detach(), *torch.autograd.grad(y, leaves, cotangent, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CASES), ("sums of none", torch.bfloat16)],
+)
+def test_values_and_gradients(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(len(name))
-    inputs = [torch.randn(3, 4), torch.randn(3, 4)]
+    inputs = [torch.randn(3, 4).to(dtype), torch.randn(3, 4).to(dtype)]
     example = tuple(t.clone().requires_grad_() for t in inputs)
     options: dict[str, Any] = {"tune": "none", "verify": False, "cache_dir": str(tmp_path)}
     lib = tvmcap.build(CASES[name], example, backward=True, target="llvm", **options)
@@ -82,7 +135,7 @@ def test_values_and_gradients(name: str, tmp_path: Path) -> None:
     for ours, theirs, exact in zip(_results(lib, inputs), eager, wanted or eager, strict=True):
         assert ours.shape == theirs.shape
         error, room = (ours - exact).abs().max(), (theirs - exact).abs().max()
-        assert error <= 2 * room + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+        assert error <= 2 * room + 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def _zeros(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,3 +153,47 @@ def test_zero_times_what_is_not_finite_is_no_zero(dtype: torch.dtype, tmp_path: 
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
         assert torch.equal(ours.signbit() & ~ours.isnan(), theirs.signbit() & ~theirs.isnan())
+
+
+def _ranked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    small = (x.nan_to_num(0.0) * 3).to(torch.int8)
+    along = (*x.median(1), *x.median(0, keepdim=True), x.median(), x[2:].median(0).values)
+    return (*along, small.sort(1)[0], small.to(torch.uint8).topk(2, 1)[0], (x > 0).sort(0)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_medians_and_orders_of_small_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(5, 6).to(dtype)
+    x[1, 2] = torch.nan
+    options: dict[str, Any] = {"tune": "none", "cache_dir": str(tmp_path), "verify": False}
+    lib = tvmcap.build(_ranked, (x,), target="llvm", **options)
+    for ours, theirs in zip(lib(x), _ranked(x), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
+
+
+def _products(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Multiply with the batch as rows and inside."""
+    return F.gelu(x @ w), x.t() @ (x @ w)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_products_of_a_dynamic_size_that_is_zero(backward: bool, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    x, w = torch.randn(5, 4), torch.randn(4, 3)
+    example = (x.clone().requires_grad_(backward), w.clone().requires_grad_(backward))
+    options: dict[str, Any] = {"tune": "none", "cache_dir": str(tmp_path), "verify": False}
+    options["dynamic"] = {0: {0: tvmcap.Dim("B", min=0)}}
+    lib = tvmcap.build(_products, example, backward=backward, target="llvm", **options)
+    for size in (0, 3):
+        results = []
+        for fn in (lib, _products):
+            leaves = [torch.linspace(-1, 1, size * 4).view(size, 4), w.clone()]
+            leaves = [t.requires_grad_(backward) for t in leaves]
+            values = fn(*leaves)
+            total = sum(v.sum() for v in values)
+            found = torch.autograd.grad(total, leaves) if backward else ()
+            results.append([*(v.detach() for v in values), *found])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,14 +1,16 @@
-"""The last passes before CUDA's compiler: what they write is what it can read."""
+"""The last passes before LLVM and CUDA's compiler: what they write is what those can read."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
+from tvmcap.base import codegen
 from tvmcap.kernel import tir_pipeline
 
 
@@ -41,3 +43,41 @@ def test_infinities_of_16_bits_come_from_float32(dtype: str) -> None:
         (kind, "float32", math.inf),
         ("FloatImm", dtype, -1.5),
     ]
+
+
+def test_shared_comparisons_of_index_vectors_compile() -> None:
+    """A mask of the vectorized axis that is needed twice is what sharing binds to a variable."""
+
+    @T.prim_func(s_tir=True)
+    def func(a: T.Buffer((16,), "bfloat16"), b: T.Buffer((8,), "bfloat16")) -> None:
+        for t in range(2):
+            for k in T.vectorized(4):
+                b[t * 4 + k] = T.Select(
+                    T.int64(0) < T.Cast("int64", T.Cast("int64", k) % T.int64(2) == T.int64(0)),
+                    a[(T.Cast("int64", t * 4 + k) + T.int64(1)) // T.int64(2)],
+                    a[t * 4 + k + 8],
+                )
+
+    target = codegen.make_target("llvm")
+    with target:
+        built = tvm.compile(
+            tvm.IRModule({"main": func}), target=target, tir_pipeline=tir_pipeline.register()
+        )
+    a, b = torch.randn(16).bfloat16(), torch.empty(8).bfloat16()
+    built["main"](a, b)
+    assert torch.equal(b[::2], a[:4]) and torch.equal(b[1::2], a[9::2])
+
+
+def test_comparisons_that_read_memory_stay_bound() -> None:
+    """What is read before a store may differ after it."""
+
+    @T.prim_func(s_tir=True)
+    def func(a: T.Buffer((4,), "float32")) -> None:
+        mask: T.let[T.int32x4] = T.Cast(
+            "int32x4", a[T.Ramp(0, 1, 4)] < T.Broadcast(T.float32(0), 4)
+        )
+        a[T.Ramp(0, 1, 4)] = T.Broadcast(T.float32(1), 4)
+        a[T.Ramp(0, 1, 4)] = T.Cast("float32x4", mask)
+
+    mod = tvm.IRModule({"main": func})
+    tvm.ir.assert_structural_equal(tir_pipeline.unbound_comparisons(mod), mod)

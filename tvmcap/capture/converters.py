@@ -22,6 +22,7 @@ from tvmcap.capture.emitting import (
     out_dtype,
 )
 from tvmcap.capture.products import PRODUCTS
+from tvmcap.capture.promotions import PROMOTIONS, between
 from tvmcap.capture.reductions import REDUCTIONS
 from tvmcap.capture.sizes import SIZES
 from tvmcap.capture.structure import dtype_name
@@ -223,15 +224,8 @@ def _filled(value: int, size: int, like: relax.Expr) -> Any:
 
 def _clamp(node: fx.Node, importer: Any) -> Any:
     """Bound by numbers; TVM's own makes infinity of a bound that is left out, also for integers."""
-    dtype = out_dtype(node)
-    if "int" not in dtype:
-        return importer.convert_map["clamp.default"](node)
-    a = arguments_of(node, importer)
-    x = cast(importer, a["self"], dtype)
-    for name, op in (("min", relax.op.maximum), ("max", relax.op.minimum)):
-        if a[name] is not None:
-            x = emit(importer, op(x, operand(importer, a[name], dtype)))
-    return x
+    whole = "int" in out_dtype(node)
+    return between(node, importer) if whole else importer.convert_map["clamp.default"](node)
 
 
 def _first_of(name: str) -> Converter:
@@ -249,6 +243,7 @@ def _first_of(name: str) -> Converter:
 
 CONVERTERS: dict[str, Converter] = {
     **PRODUCTS,
+    **PROMOTIONS,
     **REDUCTIONS,
     **SIZES,
     **{f"add.{kind}": _binary(relax.op.add) for kind in ("Tensor", "Scalar")},

@@ -56,7 +56,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     if target in _ROW_SUMS:
         x, *rest = node.args
         dims, *rest = rest or [()]
-        if not isinstance(x, fx.Node) or isinstance(dims, int):
+        if not isinstance(x, fx.Node) or not isinstance(dims, list | tuple):
             return False
         last = x.meta["val"].dim() - 1
         return [d % (last + 1) for d in dims] == [last] and bool(rest and rest[0])

@@ -166,7 +166,11 @@ def _free(
 def _outputs(
     output: fx.Node, inputs: Sequence[fx.Node], symbols: Symbols
 ) -> tuple[list[fx.Node], tuple[Port, ...]]:
-    """Return the distinct tensors to compute, and what stands at each place of the output."""
+    """Return the distinct tensors to compute, and what stands at each place of the output.
+
+    A graph that only hands inputs on computes copies of them: a library has at least one result.
+    """
+    only_inputs = all(node is None or node in inputs for node in output.args[0])
     results: dict[fx.Node, int] = {}
     ports = []
     for node in output.args[0]:
@@ -177,7 +181,7 @@ def _outputs(
             ports.append(Port("none"))
         elif not isinstance(value, torch.Tensor):
             ports.append(Port("size", size=symbols.text(value)))
-        elif node in inputs:
+        elif node in inputs and not only_inputs:
             ports.append(Port("input", list(inputs).index(node)))
         else:
             ports.append(Port("tensor", results.setdefault(node, len(results))))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
-from tvm import relax, topi
+from tvm import relax, te, topi
 
 from tvmcap.capture.emitting import HALF
 
@@ -202,7 +202,8 @@ class _WideCalls:
 
     @staticmethod
     def _load(value: Any) -> Any:
-        return topi.cast(value, "float32") if str(getattr(value, "dtype", "")) in HALF else value
+        is_half = isinstance(value, te.Tensor) and str(value.dtype) in HALF
+        return topi.cast(value, "float32") if is_half else value
 
 
 @relax.expr_functor.mutator
@@ -237,6 +238,8 @@ class _Widen(relax.PyExprMutator):  # type: ignore[misc]
                 wide = emit(relax.op.astype(wide, dtype))
         elif name in _REDUCING:
             wide = emit(self._legalized(call))
+            if _is_half(wide.ty):  # nothing was loaded: a sum of no elements
+                wide = emit(relax.op.astype(wide, "float32"))
         elif any(isinstance(a, relax.Var) and a in self.apart for a in call.args):
             args = [self.wide.get(v, v) for v in map(self.visit_expr, call.args)]
             mixed = relax.Call(call.op, args, call.attrs, call.ty_args)

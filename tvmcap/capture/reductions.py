@@ -24,8 +24,30 @@ def _reduction(op: Callable[..., relax.Expr]) -> Converter:
     def convert(node: fx.Node, importer: Any) -> Any:
         a = arguments_of(node, importer)
         axes = a["dim"] if isinstance(a["dim"], int) else list(a["dim"]) or None
-        x = cast(importer, a["self"], out_dtype(node))
+        x = _counted(importer, cast(importer, a["self"], out_dtype(node)))
         return emit(importer, op(x, axes, keepdims=bool(a["keepdim"])))
+
+    return convert
+
+
+def _overall(op: Callable[..., relax.Expr]) -> Converter:
+    def convert(node: fx.Node, importer: Any) -> Any:
+        return emit(importer, op(_counted(importer, importer.retrieve_args(node)[0])))
+
+    return convert
+
+
+def _counted(importer: Any, x: relax.Expr) -> Any:
+    """Return truth values as numbers: TVM finds no least of them."""
+    return cast(importer, x, "int8") if dtype_of(x) == "bool" else x
+
+
+def _running(op: Callable[..., relax.Expr]) -> Converter:
+    """Sums or products up to each place, in the dtype of the result."""
+
+    def convert(node: fx.Node, importer: Any) -> Any:
+        a = arguments_of(node, importer)
+        return emit(importer, op(cast(importer, a["self"], out_dtype(node)), a["dim"]))
 
     return convert
 
@@ -51,9 +73,10 @@ def _extreme(op: Callable[..., relax.Expr]) -> Converter:
 
     def convert(node: fx.Node, importer: Any) -> Any:
         a = arguments_of(node, importer)
-        x, axis, keep = a["self"], a["dim"], bool(a["keepdim"])
+        x, axis, keep = _counted(importer, a["self"]), a["dim"], bool(a["keepdim"])
         top = _along(importer, op, x, axis)
         value = top if keep else emit(importer, relax.op.squeeze(top, [axis]))
+        value = cast(importer, value, dtype_of(a["self"]))
         return emit(importer, relax.Tuple([value, _first(importer, x, top, axis, keep)]))
 
     return convert
@@ -152,6 +175,29 @@ def _topk(node: fx.Node, importer: Any) -> Any:
     return _with_values(importer, a, emit(importer, order))
 
 
+def _median(node: fx.Node, importer: Any) -> Any:
+    """The lower of the two in the middle, and where it stands; NaN and its first place if any."""
+    a = arguments_of(node, importer)
+    x, axis, keep = a["self"], a.get("dim"), bool(a.get("keepdim"))
+    if axis is None:
+        x, axis = emit(importer, relax.op.flatten(x)), 0
+    order = relax.op.argsort(_sortable(importer, x), axis, dtype="int64")
+    middle = importer.symbols.simplify((x.ty.shape[axis] - 1) // 2)
+    place = relax.op.strided_slice(
+        emit(importer, order), [axis], [middle], [middle + 1], assume_inbound=True
+    )
+    place = emit(importer, place)
+    if "float" in dtype_of(x):
+        nan = cast(importer, emit(importer, relax.op.isnan(x)), "int32")
+        found = cast(importer, _along(importer, relax.op.max, nan, axis), "bool")
+        first = cast(importer, emit(importer, relax.op.argmax(nan, axis, keepdims=True)), "int64")
+        place = emit(importer, relax.op.where(found, first, place))
+    value = emit(importer, relax.op.gather_elements(x, place, axis=axis))
+    if not keep:
+        value, place = (emit(importer, relax.op.squeeze(v, [axis])) for v in (value, place))
+    return emit(importer, relax.Tuple([value, place])) if "dim" in a else value
+
+
 def _with_values(importer: Any, a: dict[str, Any], order: Any) -> Any:
     values = emit(importer, relax.op.gather_elements(a["self"], order, axis=a["dim"]))
     return emit(importer, relax.Tuple([values, order]))
@@ -160,11 +206,11 @@ def _with_values(importer: Any, a: dict[str, Any], order: Any) -> Any:
 def _sortable(importer: Any, x: relax.Expr) -> Any:
     """Return keys of ``x`` for TVM's sort.
 
-    It takes the bits of bfloat16 for those of float16, and has no place for NaN, which torch counts
-    as the greatest.
+    It takes the bits of bfloat16 for those of float16, has no place for NaN, which torch counts as
+    the greatest, and takes no integers of 8 or 16 bits.
     """
     if "float" not in dtype_of(x):
-        return x
+        return x if dtype_of(x) in ("int32", "int64") else cast(importer, x, "int32")
     x = cast(importer, x, "float32") if dtype_of(x) in HALF else x
     top = relax.const(float("inf"), dtype_of(x))
     return emit(importer, relax.op.where(emit(importer, relax.op.isnan(x)), top, x))
@@ -185,6 +231,10 @@ REDUCTIONS: dict[str, Converter] = {
     "var_mean.correction": _variance_and_mean,
     "amax.default": _reduction(relax.op.max),
     "amin.default": _reduction(relax.op.min),
+    "max.default": _overall(relax.op.max),
+    "min.default": _overall(relax.op.min),
+    "cumsum.default": _running(relax.op.cumsum),
+    "cumprod.default": _running(relax.op.cumprod),
     "max.dim": _extreme(relax.op.max),
     "min.dim": _extreme(relax.op.min),
     "argmax.default": _position(relax.op.max),
@@ -195,4 +245,6 @@ REDUCTIONS: dict[str, Converter] = {
     "sort.stable": _sort,
     "argsort.default": _argsort,
     "topk.default": _topk,
+    "median.default": _median,
+    "median.dim": _median,
 }

@@ -30,6 +30,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
         inline_scalars,  # after folding, which makes some of them
+        fill_empty,  # after folding, which makes some of them
         own_outputs,  # after folding, which would undo the copy of a constant
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.DeadCodeElimination(["main"]),
@@ -107,6 +108,34 @@ def fuse(mod: tvm.IRModule, serves: Serves | None = None) -> tvm.IRModule:
         parts = merge(graph, parts, serves)
     mod = drop_dead_stores(relax.transform.FuseTIR()(join(graph, parts)))
     return relax.transform.DeadCodeElimination(["main"])(mod)
+
+
+def fill_empty(mod: tvm.IRModule) -> tvm.IRModule:
+    """Ensures main holds no constants without elements, of which TVM cannot load some again."""
+    found: list[Any] = []
+    relax.analysis.post_order_visit(mod["main"], lambda e: found.append(e) if _empty(e) else None)
+    if not found:
+        return mod
+
+    def made(builder: Any, value: Any) -> Any:
+        if not _empty(value):
+            return value
+        shape, dtype = value.value.shape, str(value.ty.dtype.dtype)
+        return builder.emit_te(topi.full, shape, dtype, 0, primfunc_name_hint="empty")
+
+    def emit(builder: Any, value: Any) -> Any:
+        if not is_op(value, "call_tir"):
+            return made(builder, value)
+        args = relax.Tuple([made(builder, a) for a in value.args[1].fields])
+        return relax.Call(
+            value.op, [value.args[0], args, *value.args[2:]], value.attrs, value.ty_args
+        )
+
+    return rebuild(mod, emit, lambda builder, _, output: made(builder, output))
+
+
+def _empty(value: Any) -> bool:
+    return isinstance(value, GenericConst) and 0 in getattr(value.value, "shape", ())
 
 
 def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:

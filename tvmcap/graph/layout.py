@@ -11,7 +11,7 @@ from tvm import relax, te
 from tvm.ir import GenericConst
 
 from tvmcap.graph import views
-from tvmcap.graph.rewrite import is_op, outputs_of, rebuild
+from tvmcap.graph.rewrite import is_op, outputs_of, rebuild, reshape
 from tvmcap.graph.views import VIEWS, Operand, View
 
 Product = Callable[[te.Tensor, te.Tensor], te.Tensor]
@@ -82,7 +82,7 @@ class _Layout:
         shape = value.ty.shape.values
         if not view.moved() and views.same_shape(shape, view.source.ty.shape.values):
             return view.source
-        var = builder.emit(value if view.moved() else relax.op.reshape(view.source, list(shape)))
+        var = builder.emit(value if view.moved() else reshape(view.source, shape))
         source = value.args[0]
         written = source in self.views and self.views[source].moved()
         near = views.whole(source) if written else self.near.get(source) or views.whole(source)
@@ -99,7 +99,7 @@ class _Layout:
 
     def _reshape(self, builder: Any, view: View, shape: Any) -> Any:
         self.reshaped.add(view.source)
-        var = builder.emit(relax.op.reshape(view.source, list(shape)))
+        var = builder.emit(reshape(view.source, shape))
         self.views[var] = view
         return var
 

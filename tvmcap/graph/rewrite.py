@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 Emit = Callable[[Any, Any], Any]
 """(block builder, value with its arguments already rewritten) -> what to bind instead, or None.
@@ -99,6 +99,16 @@ def substitute(expr: Any, env: dict[Any, Any]) -> Any:
             expr.op, [substitute(a, env) for a in expr.args], expr.attrs, expr.ty_args
         )
     return expr
+
+
+def reshape(tensor: Any, shape: Sequence[Any]) -> Any:
+    """Return a call that gives a tensor's elements another shape.
+
+    Without elements that is a new tensor: Relax takes a 0 in a shape for the size that was there.
+    """
+    if any(isinstance(size, tirx.IntImm) and size.value == 0 for size in shape):
+        return relax.op.zeros(relax.ShapeExpr(list(shape)), str(tensor.ty.dtype.dtype))
+    return relax.op.reshape(tensor, list(shape))
 
 
 def is_op(value: Any, *names: str) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import relax, tirx
+from tvm import tirx
 from tvm.sym import Analyzer
 
+from tvmcap.graph import rewrite
 from tvmcap.graph.rewrite import is_op
 
 VIEWS = ("permute_dims", "reshape", "expand_dims", "squeeze")
@@ -91,7 +92,7 @@ class Operand:
         """Return the operand as a tensor of ``shape``."""
         if same_shape(self.source.ty.shape.values, shape):
             return self.source
-        return builder.emit(relax.op.reshape(self.source, [as_expr(e) for e in shape]))
+        return builder.emit(rewrite.reshape(self.source, [as_expr(e) for e in shape]))
 
 
 def unfolded(a: Operand, b: Operand) -> tuple[list[Any], list[Any]] | None:

@@ -22,7 +22,10 @@ SERIAL_BELOW = 1 << 15
 
 
 def parallel(extents: list[Expr], work: Expr, body: Task) -> Any:
-    """Return one loop over all of ``extents``, in parallel where there is enough to do."""
+    """Return one loop over all of ``extents``, in parallel where there is enough to do.
+
+    Nothing where an extent is 0.
+    """
 
     def task(t: Expr) -> Any:
         index: list[Expr] = []
@@ -32,6 +35,8 @@ def parallel(extents: list[Expr], work: Expr, body: Task) -> Any:
         return _bind_all([t, *reversed(index)] if extents else [], body)
 
     total = b.product(extents)
+    if isinstance(total, tirx.IntImm) and total.value == 0:  # an extent that cannot divide
+        return tirx.Evaluate(0)
     if not extents:
         return b.loop("t", total, task)
     return b.parallel("t", total, task, work, SERIAL_BELOW)

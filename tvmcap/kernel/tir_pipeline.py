@@ -40,10 +40,47 @@ def _parts() -> tuple[Any, Any, Any]:
                 done.update(stock(tvm.IRModule(cores)).functions.items())
         return tvm.IRModule(done, attrs=mod.attrs)
 
-    def finish() -> Any:
+    def finish_on_host() -> Any:
+        return tvm.transform.Sequential([unbound_comparisons, finish_host()])
+
+    def finish_on_device() -> Any:
         return tvm.transform.Sequential([finish_device(), printable_numbers])
 
-    return lower, finish_host, finish
+    return lower, finish_on_host, finish_on_device
+
+
+@tvm.tirx.transform.prim_func_pass(opt_level=0)
+def unbound_comparisons(func: Any, mod: Any, context: Any) -> Any:
+    """Ensures no variable is bound to comparisons of index vectors, whose range TVM fails to find.
+
+    Sharing of common subexpressions binds them; LLVM shares them again.
+    """
+    values: dict[Any, Any] = {}
+
+    def put(var: Any) -> Any:
+        return values.get(var, var)
+
+    def note(bind: Any) -> Any:
+        if not _compares_indices(bind.value):
+            return bind
+        values[bind.var] = bind.value
+        return tvm.tirx.Evaluate(tvm.tirx.IntImm("int32", 0))
+
+    body = tvm_ffi.structural_map(func.body, [(tvm.tirx.Var, put), (tvm.tirx.Bind, note)])
+    return func.with_body(body) if values else func
+
+
+def _compares_indices(value: Any) -> bool:
+    """Whether a value holds a comparison of vectors and reads no memory, which may change."""
+    vectors: list[bool] = []
+    reads: list[Any] = []
+    visits = [(_COMPARISONS, lambda e: vectors.append("x" in str(e.ty))), (_READS, reads.append)]
+    tvm_ffi.structural_walk(value, visits)
+    return any(vectors) and not reads
+
+
+_COMPARISONS = tuple(getattr(tvm.tirx, kind) for kind in ("EQ", "NE", "LT", "LE", "GT", "GE"))
+_READS = (tvm.ir.TensorLoad, tvm.ir.Call)
 
 
 @tvm.tirx.transform.prim_func_pass(opt_level=0)

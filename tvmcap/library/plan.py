@@ -120,13 +120,19 @@ def _read(mod: tvm.IRModule, main: Any, copied: set[Any]) -> _Program:
 
 
 def _viewed(mod: tvm.IRModule, value: Any) -> Any:
-    """Return what a reshape kernel reads, or None: its result can be a view of that."""
+    """Return what a reshape kernel reads, or None: its result can be a view of that.
+
+    A tensor without elements is a view of nothing, though its kernel moves none of them.
+    """
     if not is_op(value, "call_tir") or len(value.args[1].fields) != 1:
         return None
     source = value.args[1].fields[0]
     func = mod[value.args[0]]
     attrs = func.attrs or {}
     if not isinstance(source, relax.Var) or not attrs.get("s_tir", False):
+        return None
+    sizes = [n for out in _fields(value.ty_args[0]) for n in out.shape]
+    if any(isinstance(n, tirx.IntImm) and n.value == 0 for n in sizes):
         return None
     reshapes = attrs.get("tvmcap.reshape", False) or relax.analysis.has_reshape_pattern(func)
     return source if reshapes else None

@@ -70,9 +70,10 @@ class Arena:
         if self.bounded or not self._sizes:
             return False
         needs = self.needs(dims)
-        if all(need <= have for need, have in zip(needs, self._capacity, strict=True)):
+        first = not self.storages  # also of a call that needs no bytes, with a size of 0
+        enough = all(need <= have for need, have in zip(needs, self._capacity, strict=True))
+        if enough and not first:
             return False
-        first = not self.storages
         self.storages = ()  # before the larger ones are made: both may not fit
         grown = zip(needs, self._capacity, strict=True)
         self._allocate(tuple(max(need, _GROWTH * have) for need, have in grown), dims)
