@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.compiling import compiled
 
@@ -55,6 +56,26 @@ def test_operators_that_stay_with_torch(fn: Callable[..., torch.Tensor], caplog:
     for ours, eager in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager)
     assert not [r for r in caplog.records if "prims" in r.getMessage()]
+
+
+ACTIVATIONS = (
+    "celu elu gelu glu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu"
+    " silu softplus softshrink softsign tanhshrink"
+).split()
+
+
+def test_gradients_of_activations_are_compiled(caplog: Any) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([getattr(F, name)(x * 1.5) for name in ACTIVATIONS], 1)
+
+    x = torch.cat([torch.randn(4, 8), torch.randn(4, 8) * 100]).requires_grad_()
+    found = []
+    for call in (compiled(fn), fn):
+        y = call(x)
+        found.append((y, *torch.autograd.grad(y, x, torch.cos(y.detach()))))
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-4)
+    assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
 
 
 def test_a_rounding_is_not_simplified_away() -> None:
