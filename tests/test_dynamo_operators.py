@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,34 @@ def test_gradients_of_activations_are_compiled(caplog: Any) -> None:
     for ours, eager in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-4)
     assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
+
+
+def test_parts_of_a_tensor_and_powers_as_in_eager_without_a_word_from_tvm(
+    tmp_path: Path, capfd: Any
+) -> None:
+    def fn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        parts = (
+            x[:4].sum(0) * x[2:5].sum(0) + x[::3].prod(0) + x[1::2].exp().sum(0) + x[-3:-1].sum()
+        )
+        taken = F.embedding(at, x).pow(3).sum((0, 1)) + x[:, 1:8:3].cos().sum()
+        written = torch.slice_scatter(x, x[:2] * 2, 0, 1, 8, 4) + torch.slice_scatter(
+            x, x[1:3], 0, 6
+        )
+        return parts * taken + written
+
+    torch.manual_seed(0)
+    x, at, weight = (
+        torch.rand(8, 9, requires_grad=True),
+        torch.randint(0, 8, (3, 2)),
+        torch.rand(8, 9),
+    )
+    found = []
+    for call in (compiled(fn, cache_dir=str(tmp_path)), fn):
+        y = call(x, at)
+        found.append((y, *torch.autograd.grad(y, x, weight)))
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    assert "Warning" not in capfd.readouterr().err  # nothing that TVM prints by itself
 
 
 def test_a_rounding_is_not_simplified_away() -> None:
