@@ -73,12 +73,12 @@ def drop_scopes(mod: tvm.IRModule) -> tvm.IRModule:
     def plain(node: Any) -> Any:
         return node.body if node.attr_key == "pragma_scope" else node
 
-    new = tvm.IRModule(attrs=mod.attrs)
-    for name, func in mod.functions.items():
-        is_kernel = isinstance(func, tirx.PrimFunc)
-        body = tvm_ffi.structural_map(func.body, (tirx.AttrStmt, plain)) if is_kernel else None
-        new[name] = func.with_body(body) if is_kernel and not body.same_as(func.body) else func
-    return new
+    functions = dict(mod.functions.items())
+    for name, func in functions.items():
+        if isinstance(func, tirx.PrimFunc):
+            body = tvm_ffi.structural_map(func.body, (tirx.AttrStmt, plain))
+            functions[name] = func if body.same_as(func.body) else func.with_body(body)
+    return tvm.IRModule(functions, attrs=mod.attrs)
 
 
 def _number(value: Any, look: Callable[[Any], Any]) -> float | None:
