@@ -107,6 +107,21 @@ def test_parts_of_a_tensor_and_powers_as_in_eager_without_a_word_from_tvm(
     assert "Warning" not in capfd.readouterr().err  # nothing that TVM prints by itself
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_that_varies_is_an_argument_of_the_graph(dtype: torch.dtype, caplog: Any) -> None:
+    def fn(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x * scale).tanh() - scale
+
+    call, x = compiled(fn), torch.randn(5, 3, dtype=dtype, requires_grad=True)
+    for scale in (1.5, 0.3, -2.25):
+        found = [(y, *torch.autograd.grad(y.sum(), x)) for y in (f(x, scale) for f in (call, fn))]
+        for ours, eager in zip(*found, strict=True):
+            torch.testing.assert_close(
+                ours, eager, rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5
+            )
+    assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
+
+
 def test_a_rounding_is_not_simplified_away() -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x + 12582912.0) - 12582912.0, torch.log1p(x * 1e-3)
