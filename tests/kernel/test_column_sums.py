@@ -127,7 +127,7 @@ def test_sums_of_any_number_of_rows(dtype: torch.dtype, width: int) -> None:
 
     dynamic = {"x": {0: "B"}, "h": {0: "B"}}
     lib = tvmcap.build(fn, tuple(inputs(40)), target="cuda", dynamic=dynamic, tune="none")
-    assert [row["served_by"] for row in lib.manifest.coverage] == ["rule:column-sums"]
+    assert "rule:column-sums" in [row["served_by"] for row in lib.manifest.coverage]
     for rows in (0, 1, 31, 257, 2048, 5000):
         x, h, b = inputs(rows)
         d, total = lib(x, h, b)

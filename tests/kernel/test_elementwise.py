@@ -104,4 +104,4 @@ def test_any_number_of_rows(dtype: torch.dtype, width: int) -> None:
         args = inputs(rows)
         want = fn(*(a.double() for a in args))
         step = torch.finfo(dtype).eps
-        torch.testing.assert_close(lib(*args).double(), want, rtol=2 * step, atol=step)
+        torch.testing.assert_close(lib(*args).double(), want, rtol=2 * step, atol=4 * step)
