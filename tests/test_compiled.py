@@ -48,6 +48,11 @@ def test_export_and_load(library: Any, exported: Path) -> None:
     torch.testing.assert_close(got, {"sum": x + y, "row": x.sum(1)})
 
 
+def test_printed_it_is_one_line(library: Any, exported: Path) -> None:
+    for lib in (library, tvmcap.load(exported)):
+        assert "x: float32[B, 4]" in repr(lib) and len(repr(lib).splitlines()) == 1
+
+
 def test_one_file(exported: Path) -> None:
     assert [p.name for p in exported.parent.iterdir()] == ["pair.so"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -281,6 +282,8 @@ def test_graph_breaks_are_handled_and_listed() -> None:
     assert f"{__file__}:{output.line}" in str(report)
     assert report.to_json()["breaks"][0]["line"] == branch.line
     assert "no breaks" in str(tvmcap.explain_capture(nn.Linear(5, 2), (x,)))
+    counted = tvmcap.explain_capture(lambda x: F.relu(x.sum() * 2).exp(), (x,))
+    assert counted.operators == 4 and "1 graph of 4 operators" in str(counted)  # methods, too
 
 
 def test_explain_capture_of_what_fails() -> None:
@@ -298,3 +301,6 @@ def test_inspect_lists_breaks_from_a_shell(tmp_path: Path, capsys: Any) -> None:
     command = ["inspect", f"{file}:fn", "--input", "x:float32[4]", "--show", "breaks"]
     assert cli.main(command) == 0
     assert f"{file}:2: if x.sum() > 0:" in capsys.readouterr().out
+    for parts, said in (("breaks,tir", "stands alone"), ("breakz", "kernels, .*breaks")):
+        assert cli.main([*command[:-1], parts]) == 2
+        assert re.search(said, capsys.readouterr().err)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.compiling import compiled
 
@@ -55,6 +57,69 @@ def test_operators_that_stay_with_torch(fn: Callable[..., torch.Tensor], caplog:
     for ours, eager in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager)
     assert not [r for r in caplog.records if "prims" in r.getMessage()]
+
+
+ACTIVATIONS = (
+    "celu elu gelu glu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu"
+    " silu softplus softshrink softsign tanhshrink"
+).split()
+
+
+def test_gradients_of_activations_are_compiled(caplog: Any) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([getattr(F, name)(x * 1.5) for name in ACTIVATIONS], 1)
+
+    x = torch.cat([torch.randn(4, 8), torch.randn(4, 8) * 100]).requires_grad_()
+    found = []
+    for call in (compiled(fn), fn):
+        y = call(x)
+        found.append((y, *torch.autograd.grad(y, x, torch.cos(y.detach()))))
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-4)
+    assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
+
+
+def test_parts_of_a_tensor_and_powers_as_in_eager_without_a_word_from_tvm(
+    tmp_path: Path, capfd: Any
+) -> None:
+    def fn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        parts = (
+            x[:4].sum(0) * x[2:5].sum(0) + x[::3].prod(0) + x[1::2].exp().sum(0) + x[-3:-1].sum()
+        )
+        taken = F.embedding(at, x).pow(3).sum((0, 1)) + x[:, 1:8:3].cos().sum()
+        written = torch.slice_scatter(x, x[:2] * 2, 0, 1, 8, 4) + torch.slice_scatter(
+            x, x[1:3], 0, 6
+        )
+        return parts * taken + written
+
+    torch.manual_seed(0)
+    x, at, weight = (
+        torch.rand(8, 9, requires_grad=True),
+        torch.randint(0, 8, (3, 2)),
+        torch.rand(8, 9),
+    )
+    found = []
+    for call in (compiled(fn, cache_dir=str(tmp_path)), fn):
+        y = call(x, at)
+        found.append((y, *torch.autograd.grad(y, x, weight)))
+    for ours, eager in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    assert "Warning" not in capfd.readouterr().err  # nothing that TVM prints by itself
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_that_varies_is_an_argument_of_the_graph(dtype: torch.dtype, caplog: Any) -> None:
+    def fn(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x * scale).tanh() - scale
+
+    call, x = compiled(fn), torch.randn(5, 3, dtype=dtype, requires_grad=True)
+    for scale in (1.5, 0.3, -2.25):
+        found = [(y, *torch.autograd.grad(y.sum(), x)) for y in (f(x, scale) for f in (call, fn))]
+        for ours, eager in zip(*found, strict=True):
+            torch.testing.assert_close(
+                ours, eager, rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5
+            )
+    assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
 
 
 def test_a_rounding_is_not_simplified_away() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tvmcap")
 
 
-@dataclass
+@dataclass(repr=False)
 class Compiled:
     """A library: callable, exportable, and able to say what it is.
 
@@ -53,6 +53,12 @@ class Compiled:
     module: Any = None
     passes: list[tuple[str, float]] = field(default_factory=list)
     from_cache: bool = False
+
+    def __repr__(self) -> str:
+        """One line; ``inspect`` and ``explain`` say more."""
+        from tvmcap.view.inspect import one_line
+
+        return one_line(self.path, self.manifest)
 
     @functools.cached_property
     def captured(self) -> Captured | None:

@@ -152,10 +152,13 @@ def bisect(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Describe a library, or the graph breaks of a program."""
-    if args.show == "breaks":
-        return _breaks(args)
-    lib, _ = _library(args, verify=False)
+    from tvmcap.view.inspect import check_parts
+
     parts = args.show.split(",") if args.show else ()
+    if "breaks" in parts:
+        return _breaks(args)
+    check_parts(parts, "breaks")
+    lib, _ = _library(args, verify=False)
     if args.accuracy:
         lib.write_accuracy(args.accuracy)
     write_json(lib.manifest.to_json()) if args.json else write(lib.inspect(*parts))
@@ -166,6 +169,8 @@ def _breaks(args: argparse.Namespace) -> int:
     """List where torch.compile would split a program, which need not be one that builds."""
     from tvmcap.capture.breaks import explain_capture
 
+    if args.show != "breaks":
+        raise ConfigError("--show breaks builds nothing: it stands alone, without other parts")
     if args.program.endswith(".so"):
         raise ConfigError(
             f"a library is one graph; breaks are those of code, not of {args.program}"

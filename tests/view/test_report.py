@@ -17,7 +17,7 @@ from tvmcap.kernel.results import by_numbers
 from tvmcap.verify.result import Check, VerifyReport
 from tvmcap.view import report
 from tvmcap.view.explain import explain, tuning_notice
-from tvmcap.view.inspect import inspect
+from tvmcap.view.inspect import inspect, one_line
 
 COVERAGE = (
     {
@@ -65,6 +65,11 @@ def test_inspect_shows_manifest_passes_and_kernels(library):
         assert part in text
     assert "750.0 ms" in text and "softmax: rule:cpu (no record)" in text
     assert "avx2" not in text and "avx2" in inspect(library, "json")
+
+
+def test_a_library_is_one_line_for_whoever_prints_it(library):
+    line = one_line("net.so", library.manifest)
+    assert line.startswith("<tvmcap library net.so for llvm: x: float32[B, 4]") and "\n" not in line
 
 
 def test_inspect_names_what_is_unknown_or_absent(library):

@@ -75,7 +75,8 @@ class CaptureReport:
 
     def __str__(self) -> str:
         """List the breaks."""
-        what = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self.operators} operators"
+        counts = (self.graphs, "graph"), (self.operators, "operator")
+        what = " of ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts)
         if not self.breaks:
             return f"{what}, no breaks"
         listed = "\n".join(f"{i}. {found}" for i, found in enumerate(self.breaks, 1))
@@ -107,7 +108,9 @@ def explain_capture(
         finally:
             dynamo.reset()
     breaks = dict.fromkeys(_break(reason) for reason in found.break_reasons if reason.graph_break)
-    return CaptureReport(found.graph_count, found.op_count, tuple(breaks))
+    nodes = [node for graph in found.graphs for node in graph.graph.nodes]
+    operators = sum(node.op.startswith("call_") for node in nodes)  # methods and modules, too
+    return CaptureReport(found.graph_count, operators, tuple(breaks))
 
 
 def _failure(error: Exception) -> str:

@@ -241,6 +241,11 @@ def _first_of(name: str) -> Converter:
     return convert
 
 
+def _convert(node: fx.Node, importer: Any) -> Any:
+    """Elements of another dtype: what PyTorch puts after a number that is an argument."""
+    return cast(importer, importer.retrieve_args(node)[0], out_dtype(node))
+
+
 CONVERTERS: dict[str, Converter] = {
     **PRODUCTS,
     **PROMOTIONS,
@@ -263,6 +268,7 @@ CONVERTERS: dict[str, Converter] = {
     "_log_softmax.default": _softmax(relax.op.nn.log_softmax),
     "div.Tensor_mode": _divide_rounding,
     "div.Scalar_mode": _divide_rounding,
+    "convert_element_type.default": _convert,
     "expm1.default": _expm1,
     "log1p.default": _log1p,
     "native_group_norm.default": _group_norm,

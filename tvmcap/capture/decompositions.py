@@ -85,9 +85,13 @@ def _ends_in_prims(operator: Any) -> bool:
 
 
 def _decomposes_itself(operator: Any) -> bool:
-    """Whether tracing sees what an operator is made of; torch's rule for it may go further."""
-    key = "CompositeImplicitAutograd"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+    """Whether tracing sees what an operator is made of; torch's rule for it may go further.
+
+    It does not where the operator has a gradient of its own, as ``silu_backward`` has.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    return has(name, "CompositeImplicitAutograd") and not has(name, "Autograd")
 
 
 def for_training() -> dict[Any, Callable[..., Any]]:

@@ -121,13 +121,16 @@ def _is_scalar(node: fx.Node) -> bool:
 def is_known(node: fx.Node, known: Collection[str]) -> bool:
     """Whether the importer translates ``node``.
 
-    Its table has bare names, so other namespaces are refused unless they are registered.
+    Its table has bare names, so other namespaces are refused unless they are registered, but for
+    the cast that AOTAutograd puts behind a number that is an argument.
     """
     name = getattr(node.target, "__name__", "")
     if name == "getitem":
         return True
     if custom.find(node.target) is not None:
         return True
+    if node.target is torch.ops.prims.convert_element_type.default:
+        return name in known
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return False
     return name in known

@@ -6,6 +6,7 @@ torch proved ``S``: a later pass then runs without end, or finds no kernel.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -98,9 +99,9 @@ def _slice_scatter(node: fx.Node, importer: Any) -> Any:
     x, part, step = a["self"], a["src"], a["step"]
     axis = a["dim"] % len(x.ty.shape)
     extent, size = x.ty.shape[axis], part.ty.shape[axis]
-    if step != 1 or (isinstance(extent, tirx.IntImm) and isinstance(size, tirx.IntImm)):
-        return importer.convert_map["slice_scatter.default"](node)
     start = _start(importer, 0 if a["start"] is None else a["start"], extent)
+    if step != 1:
+        return _scatter_steps(node, importer, (start, step, axis))
     end = importer.symbols.simplify(start + size)
     pieces = [cast(importer, part, out_dtype(node))]
     if not importer.symbols.is_true(extent == end):
@@ -110,6 +111,32 @@ def _slice_scatter(node: fx.Node, importer: Any) -> Any:
         before = relax.op.strided_slice(x, [axis], [0], [start], assume_inbound=True)
         pieces = [emit(importer, before), *pieces]
     return pieces[0] if len(pieces) == 1 else emit(importer, relax.op.concat(pieces, axis))
+
+
+def _scatter_steps(node: fx.Node, importer: Any, where: tuple[Any, int, int]) -> Any:
+    """A tensor with every ``step``-th place from ``start`` on replaced, along ``axis``.
+
+    TVM's own lowering reads outside the memory of the new part, for places that it leaves alone.
+    """
+    start, step, axis = where
+    x, part = importer.retrieve_args(node)[:2]
+    x, part = (cast(importer, value, out_dtype(node)) for value in (x, part))
+    number = partial(operand, importer, dtype="int64")
+    places = emit(importer, relax.op.arange(x.ty.shape[axis], dtype="int64"))
+    offset = emit(importer, relax.op.subtract(places, number(start)))
+    index = emit(importer, relax.op.floor_divide(offset, number(step)))
+    again = emit(importer, relax.op.multiply(index, number(step)))
+    hit = relax.op.logical_and(
+        emit(importer, relax.op.equal(again, offset)),
+        emit(importer, relax.op.greater_equal(index, number(0))),
+    )
+    last = emit(importer, relax.op.less(index, number(part.ty.shape[axis])))
+    hit = emit(importer, relax.op.logical_and(emit(importer, hit), last))
+    shape = [1] * len(x.ty.shape)
+    shape[axis] = x.ty.shape[axis]
+    hit = emit(importer, relax.op.reshape(hit, shape))
+    picked = emit(importer, relax.op.take(part, index, axis=axis, mode="clip"))
+    return emit(importer, relax.op.where(hit, picked, x))
 
 
 SIZES: dict[str, Converter] = {

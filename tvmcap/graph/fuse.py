@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tvm
-from tvm import relax, topi
+import tvm_ffi
+from tvm import relax, tirx, topi
 from tvm.ir import GenericConst
 
 from tvmcap.base.errors import BuildError
@@ -28,6 +29,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
         plain_reshapes,  # which that writes around a GPU's
         keep_zeros,  # before LegalizeOps, which takes what is multiplied by zero for zero
         relax.transform.LegalizeOps(),
+        drop_scopes,
         relax.transform.FoldConstant(),
         inline_scalars,  # after folding, which makes some of them
         fill_empty,  # after folding, which makes some of them
@@ -63,6 +65,20 @@ def keep_zeros(mod: tvm.IRModule) -> tvm.IRModule:
         return None
 
     return mod if all(emit(None, v) is None for v in values.values()) else rebuild(mod, emit)
+
+
+def drop_scopes(mod: tvm.IRModule) -> tvm.IRModule:
+    """Ensures kernels hold no mark of TVM's that its own code generator warns not to know."""
+
+    def plain(node: Any) -> Any:
+        return node.body if node.attr_key == "pragma_scope" else node
+
+    functions = dict(mod.functions.items())
+    for name, func in functions.items():
+        if isinstance(func, tirx.PrimFunc):
+            body = tvm_ffi.structural_map(func.body, (tirx.AttrStmt, plain))
+            functions[name] = func if body.same_as(func.body) else func.with_body(body)
+    return tvm.IRModule(functions, attrs=mod.attrs)
 
 
 def _number(value: Any, look: Callable[[Any], Any]) -> float | None:

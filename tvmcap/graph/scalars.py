@@ -6,7 +6,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax, tirx
+from tvm import relax, tirx, topi
 from tvm.ir import GenericConst, TensorLoad
 from tvm.s_tir import SBlock, renew_defs
 
@@ -15,6 +15,17 @@ from tvmcap.graph.rewrite import is_op, rebuild
 _POW = tvm.ir.Op.get("tirx.pow")
 _FACTORS = (2, 3)  # exponents for which PyTorch multiplies, too
 _KINDS = ("float", "int", "uint")
+
+
+def _power(builder: Any, call: Any) -> Any:
+    """Lower a power to a kernel that reads its exponent, even a constant.
+
+    With a number from 3 on TVM prints a warning each time it makes one.
+    """
+    return builder.call_te(topi.power, *call.args)
+
+
+tvm.ir.register_op_attr("relax.power", "FLegalize", _power, level=11)  # above TVM's own
 
 
 def inline_scalars(mod: tvm.IRModule) -> tvm.IRModule:

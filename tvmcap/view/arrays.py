@@ -157,7 +157,9 @@ def _safetensors() -> Any:
     try:
         return importlib.import_module("safetensors.numpy")
     except ImportError as e:
-        raise ConfigError(".safetensors files need: pip install safetensors; or use .npz") from e
+        raise ConfigError(
+            ".safetensors files need: pip install safetensors (run and serve also take .npz)"
+        ) from e
 
 
 def describe(name: str, value: Any) -> dict[str, Any]:

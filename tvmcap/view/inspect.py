@@ -32,15 +32,21 @@ def inspect(compiled: Any, *parts: str) -> str:
         "source": _source,
         "json": lambda c, _: json.dumps(c.manifest.to_json(), indent=2),
     }
+    check_parts(parts)
     sections = []
     for part in parts or ("manifest", "passes", "kernels"):
         name, _, kernel = part.partition(":")
-        if name not in show:
-            raise ConfigError(f"inspect: unknown part {part!r}; expected {', '.join(PARTS)}")
         if name == "passes" and not parts and not compiled.passes:
             continue
         sections.append(show[name](compiled, kernel))
     return "\n\n".join(sections)
+
+
+def check_parts(parts: Sequence[str], *others: str) -> None:
+    """Raise ConfigError for a part that neither ``inspect`` knows nor is one of ``others``."""
+    for part in parts:
+        if part.partition(":")[0] not in PARTS:
+            raise ConfigError(f"unknown part {part!r}; expected {', '.join([*PARTS, *others])}")
 
 
 def signature_text(signature: Signature) -> str:
@@ -53,6 +59,16 @@ def signature_text(signature: Signature) -> str:
         most = ", without bound" if d.max is None else f" to {d.max}"
         lines.append(f"  dim    {d.name}: from {d.min}{most}")
     return "\n".join(lines)
+
+
+def one_line(path: Any, manifest: Manifest) -> str:
+    """Name a library by its file, target, inputs and outputs."""
+    signature = manifest.signature
+    inputs, outputs = (
+        ", ".join(f"{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]" for s in specs)
+        for specs in (signature.inputs, signature.outputs)
+    )
+    return f"<tvmcap library {path} for {manifest.target.get('kind')}: {inputs} -> {outputs}>"
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -105,7 +121,8 @@ def kernels_text(manifest: Manifest) -> str:
 def _passes(compiled: Any, _: str) -> str:
     if not compiled.passes:
         raise LibraryError(
-            "the times of the passes are known only where the library was just built"
+            "the times of the passes are known only where a library was just built; a file and the "
+            "compile cache hold none: build it in this process, with an empty cache_dir"
         )
     total = sum(seconds for _, seconds in compiled.passes)
     rows = [f"  {name:14}{1e3 * seconds:9.1f} ms" for name, seconds in compiled.passes]
