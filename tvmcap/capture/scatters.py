@@ -101,6 +101,5 @@ def scatters() -> dict[Any, Callable[..., Any]]:
     return {
         _aten.index_put.default: index_put,
         _aten.diagonal_scatter.default: diagonal_scatter,
-        _aten.as_strided.default: as_strided,
         _aten.empty_strided.default: empty_strided,
     }
