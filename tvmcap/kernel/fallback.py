@@ -12,7 +12,14 @@ import tvm_ffi
 from tvm import tirx
 
 from tvmcap.base.errors import BuildError
-from tvmcap.kernel import column_sums, cpu_rules, intrinsics, prim_func, tensor_core_rule
+from tvmcap.kernel import (
+    column_sums,
+    cpu_rules,
+    elementwise,
+    intrinsics,
+    prim_func,
+    tensor_core_rule,
+)
 from tvmcap.kernel.features import copy_func
 from tvmcap.kernel.tensor_intrinsics import import_tensor_intrinsics
 
@@ -71,6 +78,7 @@ def _rules() -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
         lambda func, target: tensor_core_rule.schedule(copy_func(func), target),
     )
     yield "column-sums", column_sums.scheduled
+    yield "elementwise", elementwise.scheduled
     for kind in ("Matmul", "GEMV", "Reduction", "GeneralReduction", "Fallback"):
         rule = getattr(dlight.gpu, kind)()
         yield f"dlight-{kind.lower()}", partial(use, rule)

@@ -14,9 +14,6 @@ from tvmcap.schedules.hopper_plan import SM_COUNT
 Expr = Any
 Buffer = Any
 
-VECTOR = 8
-"""Neighbouring columns of a thread: 16 bytes of 16-bit values."""
-
 
 @dataclass(frozen=True)
 class Sums:

@@ -9,6 +9,7 @@ rows first, so that more is found in the L2 cache.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import tvm
@@ -17,11 +18,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmcap.kernel import epilogue as ep
-from tvmcap.kernel.sums import VECTOR, Sums, cluster_of
+from tvmcap.kernel.sums import Sums, cluster_of
+from tvmcap.kernel.vectors import BYTES, VECTOR, Result, move, registers, written
 from tvmcap.schedules import hopper_ops
 from tvmcap.schedules.gpu_epilogue import flatten, offset
-from tvmcap.schedules.gpu_math import legal, quick
-from tvmcap.schedules.hopper_epilogue import pack
 from tvmcap.schedules.row_math import put
 from tvmcap.schedules.row_plan import WARP, itemsize
 
@@ -33,16 +33,7 @@ THREADS, RESIDENT = 256, 4
 AHEAD = 3
 """Rows that a thread has under way beside the one that it computes."""
 _FINISHED = 4  # columns of a thread that adds up what warps and blocks found
-_COPY = 16  # bytes
-_HALF = ("float16", "bfloat16")
 _RESIDENT = "tirx.launch_bounds_min_blocks_per_sm"
-# what is written as a vector of a local array leaves in words of its own otherwise
-_STORE = (
-    "__forceinline__ __device__ void tvmcap_store16("
-    "void* to, unsigned a, unsigned b, unsigned c, unsigned d)"
-    '{ asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"'
-    ' :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }'
-)
 
 
 def sums_kernel(s: Sums, capability: int) -> tirx.PrimFunc:
@@ -101,17 +92,8 @@ class _Writer:
             self.rings = {b: pool.alloc((ring,), str(b.dtype), align=16) for b in self.inputs}
         pool.commit()
         self.sums = T.alloc_buffer((VECTOR,), "float32", scope="local")
-        self.homes = {
-            b: T.alloc_buffer((VECTOR,), str(b.dtype), scope="local") for b in self.inputs
-        }
-        self.outs = {
-            b: T.alloc_buffer((VECTOR,), str(b.dtype), scope="local") for b, _ in s.matrices
-        }
-        self.words = {
-            b: T.decl_buffer((VECTOR // 2,), "uint32", data=self.outs[b].data, scope="local")
-            for b in self.outs
-            if self.copies and str(b.dtype) in _HALF  # TVM rewrites bfloat16 for older targets
-        }
+        self.homes = {b: registers(b) for b in self.inputs}
+        self.outs = {b: Result(b, self.flat[b], self.copies) for b, _ in s.matrices}
 
     def _prepare(self, tx: Any) -> None:
         """Make the barrier at which the first block of a cluster waits for the others' sums."""
@@ -147,7 +129,7 @@ class _Writer:
                 source, start = self.flat[buffer], row * self.s.columns + self.column
                 if self.copies:
                     source, start = self.rings[buffer], self._slot(step)
-                _move(home, 0, source, start)
+                move(home, 0, source, start)
             if self.copies:
                 copy(step + AHEAD)
             self._row(row)
@@ -158,33 +140,22 @@ class _Writer:
     def _copy(self, step: Any, row: Expr) -> None:
         """Have the vectors of a row copied to the slot of its step; only this thread reads them."""
         for buffer, ring in self.rings.items():
-            for at in range(0, VECTOR, _COPY // itemsize(buffer)):
+            for at in range(0, VECTOR, BYTES // itemsize(buffer)):
                 source = self.flat[buffer].ptr_to([row * self.s.columns + self.column + at])
                 to = ring.ptr_to([self._slot(step) + at])
-                T.evaluate(T.ptx["cp.async.cg.shared.global"](to, source, _COPY))
+                T.evaluate(T.ptx["cp.async.cg.shared.global"](to, source, BYTES))
 
     def _row(self, row: Expr) -> None:
         """Compute a row's vector of every output, write it, and add it up."""
         s = self.s
         start = row * s.columns + self.column
         for buffer, value in s.matrices:
-            if buffer in self.words:
-                with T.unroll(VECTOR // 2) as i:
-                    both = [self._at(value, buffer, row, i * 2 + half) for half in range(2)]
-                    T.buffer_store(self.words[buffer], pack(str(buffer.dtype), *both), [i])
-                self._store(buffer, start)
-                continue
-            with T.unroll(VECTOR) as i:
-                T.buffer_store(self.outs[buffer], self._at(value, buffer, row, i), [i])
-            _move(self.flat[buffer], start, self.outs[buffer], 0)
+            out = self.outs[buffer]
+            out.compute(partial(self._at, value, buffer, row))
+            out.write(start)
         buffer, value = s.total
         with T.unroll(VECTOR) as i:
             T.buffer_store(self.sums, self.sums[i] + self._at(value, buffer, row, i), [i])
-
-    def _store(self, buffer: Buffer, start: Expr) -> None:
-        words = [self.words[buffer][i] for i in range(VECTOR // 2)]
-        to = self.flat[buffer].ptr_to([start])
-        T.evaluate(T.cuda.func_call("tvmcap_store16", to, *words, source_code=_STORE))
 
     def _at(self, value: Expr, target: Buffer, row: Expr, i: Any) -> Expr:
         """Return an expression at an element of a thread's vector of a row."""
@@ -193,7 +164,7 @@ class _Writer:
         def load(node: Any) -> Any:
             buffer = node.source
             if buffer in self.outs:
-                return self.outs[buffer][i]
+                return self.outs[buffer].values[i]
             if buffer in self.homes and ep.same_all(node.indices, point):
                 return self.homes[buffer][i]
             return self._load(node)
@@ -218,7 +189,7 @@ class _Writer:
                 T.buffer_store(sums, sums[i] + moved, [i])
             distance *= 2
         with T.If(lane < self.lanes), T.Then():
-            _move(self.partial, tx // WARP * s.width + lane * VECTOR, sums, 0)
+            move(self.partial, tx // WARP * s.width + lane * VECTOR, sums, 0)
         T.evaluate(T.cuda.cta_sync())
         if self.cluster > 1:
             T.evaluate(hopper_ops.cluster_meet())  # the first block's barrier is ready by then
@@ -253,30 +224,10 @@ class _Writer:
         def load(node: Any, i: Any) -> Any:
             if node.source.same_as(s.total[0]):
                 return total[i]
-            return tirx.BufferLoad(
-                self.flat[node.source], [offset(node.source, list(node.indices))]
-            )
+            return self._load(node)
 
         with T.unroll(_FINISHED) as i:
             column = T.Cast("int64", block * s.width + start + i)
             found = tvm_ffi.structural_map(value, (tvm.ir.TensorLoad, lambda node: load(node, i)))
             found = written(put(found, {s.column: column}), buffer)
             T.buffer_store(self.flat[buffer], found, [column])
-
-
-def _registers(buffer: Buffer) -> Buffer:
-    return T.alloc_buffer((VECTOR,), str(buffer.dtype), scope="local")
-
-
-def _move(to: Buffer, to_at: Expr, source: Buffer, at: Expr) -> None:
-    """Copy a thread's vector, in instructions of at most 16 bytes."""
-    lanes = min(VECTOR, _COPY // itemsize(source))
-    for part in range(0, VECTOR, lanes):
-        with T.vectorized(lanes) as i:
-            T.buffer_store(to, source[at + (part + i)], [to_at + (part + i)])
-
-
-def written(value: Expr, target: Buffer) -> Expr:
-    """Write an expression in what TIRx lowers; in quick forms where it is stored in 16 bits."""
-    value = legal(value)
-    return quick(value) if str(target.dtype) in _HALF else value

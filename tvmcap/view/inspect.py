@@ -143,18 +143,24 @@ def _source(compiled: Any, kernel: str) -> str:
     from tvm import tirx
 
     from tvmcap.base import codegen
+    from tvmcap.kernel import tir_pipeline
 
     functions = {g.name_hint: f for g, f in _module(compiled).functions.items()}
     kernels = {
         n: f.with_attr("global_symbol", n)
         for n, f in functions.items()
-        if isinstance(f, tirx.PrimFunc)
-        and kernel in ("", n)
-        and (f.attrs or {}).get("s_tir", False)
+        if isinstance(f, tirx.PrimFunc) and kernel in ("", n)
     }
     if not kernels:
         raise ConfigError(f"inspect: no kernel {kernel!r} with source to show")
     target = codegen.make_target(compiled.config.target if compiled.config else None)
-    built = tvm.compile(tvm.IRModule(kernels), target=target).mod
-    parts = [m.inspect_source() for m in (built, *built.imports)]
+    parts = []
+    for scheduled in (True, False):  # loops, and kernels written in TIRx
+        chosen = {
+            n: f for n, f in kernels.items() if (f.attrs or {}).get("s_tir", False) == scheduled
+        }
+        if chosen:
+            pipeline = tir_pipeline.register() if scheduled else "tirx"
+            built = tvm.compile(tvm.IRModule(chosen), target=target, tir_pipeline=pipeline).mod
+            parts += [m.inspect_source() for m in (built, *built.imports)]
     return "\n".join(p for p in parts if p)
