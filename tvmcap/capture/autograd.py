@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tvmcap.base.errors import CaptureError, MutationError, TvmcapError
 from tvmcap.base.signature import Tree
-from tvmcap.capture import arguments, guards, ir, operators, shapes, tracing
+from tvmcap.capture import arguments, guards, ir, memory, operators, shapes, tracing
 from tvmcap.capture.decompositions import for_training
 from tvmcap.capture.flat import Flat
 from tvmcap.capture.random import Draw, add_input, lift_draws
@@ -118,6 +118,7 @@ def _trace_at(
             inputs = _fakes(mode, free, len(state), examples, wanted)
             table = for_training()
             graph = aot_export_joint_simple(flat, inputs, trace_joint=True, decompositions=table)
+            memory.check(Flat(call, state), examples, flat.found.reads)
     except TvmcapError:
         raise
     except Exception as e:

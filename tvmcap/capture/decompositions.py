@@ -12,7 +12,7 @@ from tvmcap.capture.cells import cells
 from tvmcap.capture.gradients import gradients
 from tvmcap.capture.normalizations import normalizations
 from tvmcap.capture.pooling import pooling
-from tvmcap.capture.scatters import scatters
+from tvmcap.capture.scatters import as_strided, masked_put, scatters
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -56,7 +56,12 @@ def rms_norm(
 
 def missing_in_torch() -> dict[Any, Callable[..., Any]]:
     """List by operator what PyTorch's own table of decompositions lacks here, or does otherwise."""
-    found: dict[Any, Callable[..., Any]] = {torch.ops.aten.rms_norm.default: rms_norm, **cells()}
+    found: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.rms_norm.default: rms_norm,
+        torch.ops.aten.as_strided.default: as_strided,
+        torch.ops.aten.index_put.default: masked_put,
+        **cells(),
+    }
     operator = getattr(torch.ops.aten, "_fused_rms_norm", None)
     return found if operator is None else {**found, operator.default: fused_rms_norm}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tvmcap.base.errors import CaptureError
-from tvmcap.capture import arguments
+from tvmcap.capture import arguments, memory
 from tvmcap.capture.structure import describe, replace_tensors
 
 
@@ -20,7 +20,7 @@ class Flat:
         self.call, self.state = call, list(state)
         self.module = _Holder(call) if state else None
         self.buffers = [n for n in state if self.module is not None and n in self.module.buffer_set]
-        self.found = SimpleNamespace(out_tree=None, requires_grad=[])
+        self.found = SimpleNamespace(out_tree=None, requires_grad=[], reads=[])
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the function's outputs, then what its buffers have become."""
@@ -28,11 +28,13 @@ class Flat:
         state = dict(zip(self.state, flat[:count], strict=True))
         rest = iter(flat[count:])
         values = [replace_tensors(value, lambda: next(rest)) for value in self.call.values]
-        if self.module is None:
-            result, after = self.call.invoke(values), {}
-        else:
-            own = {f"fn.{n}": t.clone() if n in self.buffers else t for n, t in state.items()}
-            result, after = torch.func.functional_call(self.module, own, (values,))
+        own = {f"fn.{n}": t.clone() if n in self.buffers else t for n, t in state.items()}
+        with memory.Reads() as reads:
+            if self.module is None:
+                result, after = self.call.invoke(values), {}
+            else:
+                result, after = torch.func.functional_call(self.module, own, (values,))
+        self.found.reads = reads.found
         outputs: list[tuple[str, torch.Tensor]] = []
         self.found.out_tree = describe(result, "output", outputs)
         if not outputs:

@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
 from tvmcap.base.errors import CaptureError
-from tvmcap.capture import custom, source
+from tvmcap.capture import custom, empty, source
 from tvmcap.capture.converters import CONVERTERS
 from tvmcap.capture.fractions import scalar
 from tvmcap.capture.operators import WRONG, operator_name
@@ -135,10 +135,12 @@ class _Constants:
 def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols) -> Any:
     name, registered = node.target.__name__, custom.find(node.target)
     try:
-        if _has_no_elements(node.meta["val"]):
-            result = _nothing(importer, node.meta["val"], symbols)
+        if empty.has_no_elements(node.meta["val"]):
+            result = empty.nothing(importer, node.meta["val"], symbols)
         elif registered is not None:
             result = custom.convert(node, importer, registered)
+        elif empty.reads_no_elements(node):
+            result = empty.result(importer, node, symbols)
         elif name in CONVERTERS:
             result = CONVERTERS[name](node, importer)
         else:
@@ -156,17 +158,6 @@ def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols)
         )
         error.node = node
         raise error from e
-
-
-def _has_no_elements(value: Any) -> bool:
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return any(isinstance(size, int) and size == 0 for size in sizes)
-
-
-def _nothing(importer: ExportedProgramImporter, value: torch.Tensor, symbols: Symbols) -> Any:
-    """Make a tensor without elements anew, whatever computes it: kernels divide by its sizes."""
-    shape = relax.ShapeExpr([symbols.expr(size) for size in value.shape])
-    return importer.block_builder.emit(relax.op.zeros(shape, dtype_name(value.dtype)))
 
 
 def _agree(importer: ExportedProgramImporter, result: Any, value: Any, symbols: Symbols) -> Any:

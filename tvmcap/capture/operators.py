@@ -40,6 +40,7 @@ WHOLE = (
 #: refused.
 WRONG = frozenset(
     {
+        "as_strided.default",
         "bernoulli.p",
         "celu.default",
         "elu.default",
@@ -83,16 +84,16 @@ def decompose(program: ExportedProgram, known: Collection[str]) -> ExportedProgr
 
     In-place ones become pure.
     """
+    own = missing_in_torch()
     table = torch.export.default_decompositions()
-    table.update(missing_in_torch())
+    table.update(own)
     for operator in WHOLE:
         table.pop(operator, None)
     program = program.run_decompositions(table)
     for _ in range(4):
         missing = {n.target for n in calls(program.graph) if not is_known(n, known)}
-        extra: dict[Any, Any] = {
-            t: decomposition_table[t] for t in missing if t in decomposition_table
-        }
+        rules = {**decomposition_table, **own}  # what rules are made of may need one in turn
+        extra: dict[Any, Any] = {t: rules[t] for t in missing if t in rules}
         if not extra:
             break
         tried = program.run_decompositions(extra)

@@ -12,6 +12,31 @@ from torch._prims_common import make_contiguous_strides_for
 _aten = torch.ops.aten
 
 
+def masked_put(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """Write ``aten.index_put`` at the places of a mask as a choice, at each place, of two values.
+
+    For one mask, and values that are the same at each of its places, however many there are.
+    """
+    given = [index for index in indices if index is not None]
+    if len(given) != 1 or given[0].dtype not in (torch.bool, torch.uint8):
+        return NotImplemented
+    mask, first = given[0].bool(), next(i for i, index in enumerate(indices) if index is not None)
+    after = x.dim() - first - mask.dim()
+    count = values.dim() - after - 1  # the axis of the values along the places
+    if count >= 0:
+        if values.shape[count] != 1:
+            return NotImplemented
+        axes = [*values.shape[:count], *[1] * mask.dim(), *values.shape[count + 1 :]]
+        values = values.reshape(axes)
+    chosen = x + values if accumulate else values
+    return torch.where(mask.reshape(*mask.shape, *[1] * after), chosen, x)
+
+
 def index_put(
     x: torch.Tensor,
     indices: Sequence[torch.Tensor | None],
@@ -20,12 +45,13 @@ def index_put(
 ) -> torch.Tensor:
     """Write ``aten.index_put`` as a scatter along one axis.
 
-    For whole-number indices of axes next to each other, whose places are numbered then.
+    For whole-number indices of axes next to each other, whose places are numbered then; for a mask
+    as ``masked_put`` does.
     """
     used = [axis for axis, index in enumerate(indices) if index is not None]
     given = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in given):
-        return NotImplemented
+        return masked_put(x, indices, values, accumulate)
     first, front = used[0], list(range(len(used)))
     if used != [first + i for i in front]:
         return NotImplemented
@@ -101,6 +127,5 @@ def scatters() -> dict[Any, Callable[..., Any]]:
     return {
         _aten.index_put.default: index_put,
         _aten.diagonal_scatter.default: diagonal_scatter,
-        _aten.as_strided.default: as_strided,
         _aten.empty_strided.default: empty_strided,
     }

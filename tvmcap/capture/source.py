@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 _HERE = os.path.dirname(os.path.dirname(__file__))
+_WATCHER = os.path.join(os.path.dirname(__file__), "memory.py")
 _HIDDEN = (os.path.dirname(torch.__file__), _HERE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
@@ -25,6 +26,11 @@ def _is_user(filename: str) -> bool:
         and not filename.startswith("<")
         and "/contextlib.py" not in filename
     )
+
+
+def _is_caller(filename: str) -> bool:
+    """Whether code of this package called the user's, and was not called by it."""
+    return filename.startswith(_HERE) and filename != _WATCHER
 
 
 def _line(filename: str, number: int) -> str:
@@ -59,9 +65,18 @@ def of_error(tb: TracebackType | None) -> str:
     return _line(*users[-1]) if users else ""
 
 
+def here() -> str:
+    """Return ``file:line: code`` of the user's innermost frame that is running, or ``""``."""
+    frames = [(f.f_code.co_filename, number) for f, number in traceback.walk_stack(None)][::-1]
+    while frames and frames[-1][0].startswith(_HERE):  # this package's, called by the user's
+        frames.pop()
+    users = [frame for frame in _inside(frames) if _is_user(frame[0])]
+    return _line(*users[-1]) if users else ""
+
+
 def _inside(frames: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Drop the frames of whoever called capture: those up to this package's own last frame."""
-    own = [i for i, frame in enumerate(frames) if frame[0].startswith(_HERE)]
+    own = [i for i, frame in enumerate(frames) if _is_caller(frame[0])]
     return frames[own[-1] + 1 :] if own else frames
 
 
@@ -73,7 +88,7 @@ def recording() -> Iterator[None]:
     """
 
     def keep(_: PythonKeyTracer, frames: traceback.StackSummary) -> traceback.StackSummary:
-        own = [i for i, frame in enumerate(frames) if frame.filename.startswith(_HERE)]
+        own = [i for i, frame in enumerate(frames) if _is_caller(frame.filename)]
         inside = frames[own[-1] + 1 :] if own else frames
         return traceback.StackSummary.from_list([f for f in inside if _is_user(f.filename)][-8:])
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from tvmcap.base.errors import CaptureError, DataDependentError, TvmcapError
 from tvmcap.base.signature import Tree
-from tvmcap.capture import arguments, shapes, source
+from tvmcap.capture import arguments, memory, shapes, source
 from tvmcap.capture.structure import describe, replace_tensors
 
 
@@ -29,7 +29,7 @@ class _Flat(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.call_ = call
         # torch.export restores the attributes of a module, but not what they hold.
-        self.found = SimpleNamespace(out_tree=None)
+        self.found = SimpleNamespace(out_tree=None, reads=[])
         if isinstance(call.fn, torch.nn.Module):
             self.fn = call.fn
 
@@ -37,7 +37,10 @@ class _Flat(torch.nn.Module):  # type: ignore[misc]
         rest = iter(leaves)
         values = [replace_tensors(value, lambda: next(rest)) for value in self.call_.values]
         outputs: list[tuple[str, torch.Tensor]] = []
-        self.found.out_tree = describe(self.call_.invoke(values), "output", outputs)
+        with memory.Reads() as reads:
+            result = self.call_.invoke(values)
+        self.found.reads = reads.found
+        self.found.out_tree = describe(result, "output", outputs)
         return [tensor for _, tensor in outputs]
 
 
@@ -107,6 +110,7 @@ def _export_at(
             inputs = shapes.resize(free, leaves, sizes)
             with quiet():
                 program = torch.export.export(flat, inputs, dynamic_shapes=dynamic, strict=False)
+            memory.check(_Flat(call), inputs, flat.found.reads)
     except TvmcapError:
         raise
     except Exception as e:
