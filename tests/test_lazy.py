@@ -141,3 +141,10 @@ def test_a_compile_that_fails_leaves_the_library_as_it_was() -> None:
         lib(torch.randn(5))
     check(lib, fixed, torch.randn(4))
     assert len(lib.compiles) == 1
+
+
+def test_it_says_in_a_line_what_it_is() -> None:
+    lib = lazy()
+    assert repr(lib) == "<block: not compiled yet>"
+    lib(torch.randn(3, 4), torch.randn(4))
+    assert repr(lib).startswith("<block: ") and "\n" not in repr(lib) and len(repr(lib)) < 200

@@ -64,13 +64,19 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the rest of the package when it is first used.
 
-    Torch and TVM's compiler take seconds.
+    Torch and TVM's compiler take seconds. Raises ToolchainError where a package is missing.
     """
     if name == "errors":
         return errors
     if name not in _LAZY:
         raise AttributeError(f"module 'tvmcap' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    try:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as e:
+        raise errors.ToolchainError(
+            f"tvmcap.{name} needs {e.name}, which is not installed here: pip install {e.name}; "
+            "a library that is built loads and runs without it"
+        ) from e
     globals()[name] = value
     return value
 

@@ -34,6 +34,10 @@ class Lazy:
         self._compiled: Compiled | None = None
         self._seen: list[_Call] = []
 
+    def __repr__(self) -> str:
+        made = "not compiled yet" if self._compiled is None else repr(self._compiled)
+        return f"<{getattr(self.fn, '__qualname__', type(self.fn).__qualname__)}: {made}>"
+
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Run, compiling first where this call needs it."""
         if self._compiled is None:
