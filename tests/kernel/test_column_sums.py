@@ -12,6 +12,7 @@ from tvm import relax
 
 import tvmcap
 from tests.schedules.hopper import resources
+from tests.schedules.products import source_of
 from tvmcap.base import codegen
 from tvmcap.graph import fuse
 from tvmcap.graph.group import Graph, fused
@@ -41,13 +42,6 @@ def sum_of(
     return fused(graph, list(range(len(graph.kernels))))
 
 
-def source_of(func: Any, target: Any) -> str:
-    named = func.with_attr("global_symbol", "main")
-    done = tvm.compile(tvm.IRModule({"main": named}), target=target, tir_pipeline="tirx")
-    source = str(done.mod.imports[0].inspect_source())
-    return source[source.rindex("__global__") :]
-
-
 @pytest.mark.parametrize("work", [True, False])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "sm_75"])
 def test_it_is_one_kernel_that_copies_ahead_in_whole_vectors(work: bool, arch: str) -> None:
@@ -55,6 +49,7 @@ def test_it_is_one_kernel_that_copies_ahead_in_whole_vectors(work: bool, arch: s
     func, rule = fallback.schedule(sum_of(4096, work=work), target)
     assert rule == "column-sums"
     source = source_of(func, target)
+    source = source[source.rindex("__global__") :]
     copies, stores = source.count("cp_async"), source.count("tvmcap_store16")
     assert (copies > 0) == (arch != "sm_75") and stores == (work and arch != "sm_75")
     assert source.count("*(uint4*)") >= (2 if work else 1)  # of shared memory, or of global
@@ -76,9 +71,7 @@ def test_blocks_part_the_rows_until_they_fill_the_card(width: int, blocks: int) 
 def test_as_many_blocks_are_resident_as_the_kernel_says(dtype: str, tmp_path: Any) -> None:
     """Shared memory and registers leave room for them; nothing spills."""
     func, _ = fallback.schedule(sum_of(4096, dtype), CUDA)
-    named = func.with_attr("global_symbol", "main")
-    done = tvm.compile(tvm.IRModule({"main": named}), target=CUDA, tir_pipeline="tirx")
-    found, _ = resources(str(done.mod.imports[0].inspect_source()), tmp_path)
+    found, _ = resources(source_of(func, CUDA), tmp_path)
     [used] = found.values()
     assert used.spilled == 0
     assert used.registers * sums_kernel.THREADS * sums_kernel.RESIDENT <= 65536

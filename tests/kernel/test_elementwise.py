@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import tvmcap
 from tests.schedules.hopper import resources
+from tests.schedules.products import source_of
 from tvmcap import pipeline
 from tvmcap.base import codegen
 from tvmcap.base.config import Config
@@ -61,9 +62,7 @@ def test_whole_vectors_are_read_and_written(case: str, arch: str, tmp_path: Any)
     target = codegen.make_target({"kind": "cuda", "arch": arch})
     func, rule = fallback.schedule(fused(fn, *args), target)
     assert rule == "elementwise"
-    named = func.with_attr("global_symbol", "main")
-    done = tvm.compile(tvm.IRModule({"main": named}), target=target, tir_pipeline="tirx")
-    source = str(done.mod.imports[0].inspect_source())
+    source = source_of(func, target)
     body = source[source.rindex("__global__") :]
     wide = args[0].dtype == torch.float32
     assert body.count("*(uint4*)" if not wide else "*(float4*)") >= elementwise.DEPTH

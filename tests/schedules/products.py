@@ -76,12 +76,12 @@ def _extent(extent: Any, sizes: dict[str, Any]) -> Any:
     return int(factor[0]) * var if factor else var
 
 
-def source_of(kernel: Any) -> str:
+def source_of(kernel: Any, target: Any = TARGET) -> str:
     """Compile a kernel to CUDA source, which needs no GPU."""
-    with TARGET:
+    with target:
         done = tvm.compile(
             tvm.IRModule({"gemm": kernel.with_attr("global_symbol", "gemm")}),
-            target=TARGET,
+            target=target,
             tir_pipeline="tirx",
         )
     return str(done.mod.imports[0].inspect_source())
