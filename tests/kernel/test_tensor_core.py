@@ -37,7 +37,7 @@ def source(func, target) -> str:
     """Compile a scheduled PrimFunc to CUDA source, which needs no GPU."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     with target:
-        done = tvm.compile(mod, target, tir_pipeline=tir_pipeline.register())
+        done = tvm.compile(mod, target, tir_pipeline=tir_pipeline.LOOPS)
     return str(done.mod.imports[0].inspect_source())
 
 

@@ -15,6 +15,7 @@ import tvmcap
 from tvmcap.base import codegen
 from tvmcap.base.errors import BuildError, IncompatibleLibraryError, LibraryError, ToolchainError
 from tvmcap.base.manifest import read_manifest
+from tvmcap.kernel import tir_pipeline
 from tvmcap.library import cross
 
 EM_CUDA = 190
@@ -39,7 +40,7 @@ def cuda_source(lib) -> str:
     named = {name: f.with_attr("global_symbol", name) for name, f in kernels.items()}
     with target:
         return str(
-            tvm.compile(tvm.IRModule(named), target=target, tir_pipeline="tirx")
+            tvm.compile(tvm.IRModule(named), target=target, tir_pipeline=tir_pipeline.TIRX)
             .mod.imports[0]
             .inspect_source()
         )

@@ -12,6 +12,7 @@ from tvm import te, tirx
 
 from tests.schedules.products import TARGET, product
 from tvmcap.base import codegen
+from tvmcap.kernel import tir_pipeline
 from tvmcap.schedules import hopper_gemm as hopper
 from tvmcap.schedules.hopper_gemm import Knobs
 
@@ -65,7 +66,7 @@ def compiled(cases: list[Case]) -> Any:
     """Compile all cases to one module; its CUDA source goes through nvcc when it is exported."""
     kernels = {case.name: case.lowered() for case in cases}
     with TARGET:
-        return tvm.compile(tvm.IRModule(kernels), target=TARGET, tir_pipeline="tirx")
+        return tvm.compile(tvm.IRModule(kernels), target=TARGET, tir_pipeline=tir_pipeline.TIRX)
 
 
 def bodies(source: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from tvm import relax, tirx
 from tvmcap.base import codegen
 from tvmcap.graph.fuse import fuse, legalize
 from tvmcap.graph.layout import matmul
+from tvmcap.kernel import tir_pipeline
 from tvmcap.schedules.gemm_match import ALLOW_TF32
 
 TARGET = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
@@ -82,6 +83,6 @@ def source_of(kernel: Any, target: Any = TARGET) -> str:
         done = tvm.compile(
             tvm.IRModule({"gemm": kernel.with_attr("global_symbol", "gemm")}),
             target=target,
-            tir_pipeline="tirx",
+            tir_pipeline=tir_pipeline.TIRX,
         )
     return str(done.mod.imports[0].inspect_source())

@@ -26,7 +26,7 @@ from tests.schedules.expressions import (
 from tests.schedules.operators import OPS
 from tvmcap.base import codegen
 from tvmcap.graph.fuse import fuse, legalize
-from tvmcap.kernel import apply, spaces
+from tvmcap.kernel import apply, spaces, tir_pipeline
 from tvmcap.library import lower
 from tvmcap.library.plan import plan
 
@@ -124,7 +124,7 @@ def test_cuda_source_holds_one_kernel_each(epilogues, tmp_path) -> None:
         if isinstance(f, tirx.PrimFunc)
     }
     with CUDA:
-        done = tvm.compile(tvm.IRModule(kernels), target=CUDA, tir_pipeline="tirx")
+        done = tvm.compile(tvm.IRModule(kernels), target=CUDA, tir_pipeline=tir_pipeline.TIRX)
     source = str(done.mod.imports[0].inspect_source())
     parts = [p for p in source.split('extern "C" __global__')[1:] if "{" in p]  # no declarations
     assert len(parts) == len(kernels) and all("wgmma" in part for part in parts)

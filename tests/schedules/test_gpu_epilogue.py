@@ -16,6 +16,7 @@ from tests.schedules.products import TARGET, source_of
 from tvmcap.base import codegen
 from tvmcap.graph.fuse import fuse, legalize
 from tvmcap.kernel import epilogue as ep
+from tvmcap.kernel import tir_pipeline
 from tvmcap.schedules import simt_gemm
 from tvmcap.schedules.gpu_epilogue import Views, flatten, offset, position
 from tvmcap.schedules.gpu_math import legal, quick
@@ -138,7 +139,9 @@ def run(func, arrays, outputs):
     kernel = kernel_of(func).with_attr("global_symbol", "gemm")
     target = codegen.make_target("cuda")
     with target:
-        done = tvm.compile(tvm.IRModule({"gemm": kernel}), target=target, tir_pipeline="tirx")
+        done = tvm.compile(
+            tvm.IRModule({"gemm": kernel}), target=target, tir_pipeline=tir_pipeline.TIRX
+        )
     written = [str(p.dtype) for p in func.params[-len(outputs) :]]
     order = [written.index(str(d).removeprefix("torch.")) for d in outputs]
     results = [torch.empty(ROWS, COLUMNS, dtype=d, device="cuda") for d in outputs]

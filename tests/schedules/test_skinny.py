@@ -16,6 +16,7 @@ from tvm import te, tirx
 
 from tests.schedules.products import TARGET, product, source_of
 from tvmcap.base import codegen
+from tvmcap.kernel import tir_pipeline
 from tvmcap.schedules import gemm_match
 from tvmcap.schedules.hopper_ops import launch_params
 from tvmcap.schedules.skinny_kernel import skinny_bytes, skinny_kernel
@@ -157,7 +158,7 @@ def built(knobs, dependent=False, maker=product, **kwargs):
     kernel = lowered(maker(**kwargs), knobs, dependent)
     with TARGET:
         mod = tvm.IRModule({"gemm": kernel})
-        done = tvm.compile(mod, target=TARGET, tir_pipeline="tirx")
+        done = tvm.compile(mod, target=TARGET, tir_pipeline=tir_pipeline.TIRX)
     with tempfile.TemporaryDirectory() as folder:
         done.export_library(f"{folder}/gemm.so")
         return ffi().load_module(f"{folder}/gemm.so")["gemm"]

@@ -1,4 +1,4 @@
-"""The pipeline that lowers scheduled kernels: TVM's own, with what tensor cores need."""
+"""The pipelines that lower kernels: TVM's own, with what they lack."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm.tirx import PrimFunc
+from tvm.tirx.compilation_pipeline import register_tir_pipeline, tirx_pipeline
 
-NAME = "tvmcap"
-"""What ``tir_pipeline=`` of TVM's compilers takes, after ``register``."""
+from tvmcap.kernel.rounding import single_roundings
+
+LOOPS, TIRX = "tvmcap_loops", "tvmcap_tirx"
+"""What ``tir_pipeline=`` of TVM's compilers takes for loops that a schedule made, and for TIRx."""
 _ONE_ALLOCATION = "tirx.merge_static_smem"
 
 
-def register() -> str:
-    """Make the pipeline known to TVM; returns its name."""
-    from tvm.tirx.compilation_pipeline import register_tir_pipeline
-
-    register_tir_pipeline(NAME, _parts)
-    return NAME
+def name_for(func: Any) -> str:
+    """Name the pipeline of a kernel."""
+    return LOOPS if (func.attrs or {}).get("s_tir", False) else TIRX
 
 
-def _parts() -> tuple[Any, Any, Any]:
+def _tirx_parts() -> tuple[Any, Any, Any]:
     """Return the passes of a module, and of host and device functions once they are apart."""
+    stock, finish_host, finish_device = tirx_pipeline()
+    return tvm.transform.Sequential([single_roundings, stock]), finish_host, finish_device
+
+
+def _loop_parts() -> tuple[Any, Any, Any]:
+    """Return the same for loops that a schedule made."""
     from tvm.s_tir.pipeline import default_s_tir_pipeline
 
     stock, finish_host, finish_device = default_s_tir_pipeline()
@@ -47,6 +53,10 @@ def _parts() -> tuple[Any, Any, Any]:
         return tvm.transform.Sequential([finish_device(), printable_numbers])
 
     return lower, finish_on_host, finish_on_device
+
+
+register_tir_pipeline(LOOPS, _loop_parts)
+register_tir_pipeline(TIRX, _tirx_parts)
 
 
 @tvm.tirx.transform.prim_func_pass(opt_level=0)

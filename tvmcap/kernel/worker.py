@@ -52,12 +52,12 @@ def _find_template(ref: str) -> Any:
 def compile_to(func: Any, target: Any, path: str) -> None:
     """Compile a PrimFunc into a shared library whose one function is ``main``."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
-    pipeline = tir_pipeline.register() if "s_tir" in func.attrs else "tirx"
     codegen.require_linker()
     if target.kind.name == "cuda":
         codegen.use_nvcc()
     with target:
-        tvm.compile(mod, target, tir_pipeline=pipeline).export_library(path)
+        done = tvm.compile(mod, target, tir_pipeline=tir_pipeline.name_for(func))
+        done.export_library(path)
 
 
 def build(request: dict[str, Any]) -> dict[str, Any]:

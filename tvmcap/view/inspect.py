@@ -172,12 +172,9 @@ def _source(compiled: Any, kernel: str) -> str:
         raise ConfigError(f"inspect: no kernel {kernel!r} with source to show")
     target = codegen.make_target(compiled.config.target if compiled.config else None)
     parts = []
-    for scheduled in (True, False):  # loops, and kernels written in TIRx
-        chosen = {
-            n: f for n, f in kernels.items() if (f.attrs or {}).get("s_tir", False) == scheduled
-        }
+    for pipeline in (tir_pipeline.LOOPS, tir_pipeline.TIRX):
+        chosen = {n: f for n, f in kernels.items() if tir_pipeline.name_for(f) == pipeline}
         if chosen:
-            pipeline = tir_pipeline.register() if scheduled else "tirx"
             built = tvm.compile(tvm.IRModule(chosen), target=target, tir_pipeline=pipeline).mod
             parts += [m.inspect_source() for m in (built, *built.imports)]
     return "\n".join(p for p in parts if p)
