@@ -34,6 +34,14 @@ AHEAD = 3
 """Rows that a thread has under way beside the one that it computes."""
 _FINISHED = 4  # columns of a thread that adds up what warps and blocks found
 _RESIDENT = "tirx.launch_bounds_min_blocks_per_sm"
+# what is read leaves the L2 cache before what is written, which the next kernel reads
+_COPY = (
+    "__forceinline__ __device__ void tvmcap_copy16_once(void* to, void* from)"
+    "{ unsigned at = __cvta_generic_to_shared(to); unsigned long long policy;"
+    '  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));'
+    '  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"'
+    '  :: "r"(at), "l"(from), "l"(policy) : "memory"); }'
+)
 
 
 def sums_kernel(s: Sums, capability: int) -> tirx.PrimFunc:
@@ -143,7 +151,7 @@ class _Writer:
             for at in range(0, VECTOR, BYTES // itemsize(buffer)):
                 source = self.flat[buffer].ptr_to([row * self.s.columns + self.column + at])
                 to = ring.ptr_to([self._slot(step) + at])
-                T.evaluate(T.ptx["cp.async.cg.shared.global"](to, source, BYTES))
+                T.evaluate(T.cuda.func_call("tvmcap_copy16_once", to, source, source_code=_COPY))
 
     def _row(self, row: Expr) -> None:
         """Compute a row's vector of every output, write it, and add it up."""

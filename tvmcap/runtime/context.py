@@ -21,6 +21,8 @@ from tvmcap.runtime.trace import Trace, trace_call
 
 #: No stream has this handle.
 _NO_STREAM = -1
+#: The default stream, which cannot be captured (CUDA C++ Programming Guide, "CUDA Graphs").
+_DEFAULT = 0
 #: DLPack's number of CUDA devices (dlpack.h).
 _CUDA = 2
 
@@ -134,7 +136,7 @@ class CudaContext:
         if self._torch is None and "torch" in sys.modules:
             self._find_torch()
         stream = self._stream(self._index)
-        capturing = self._captures()
+        capturing = stream != _DEFAULT and self._captures()
         if stream != self._last and not capturing:
             self._follow(stream)
         graphs = self.graphs
@@ -175,7 +177,7 @@ class CudaContext:
         if self._torch is None and "torch" in sys.modules:
             self._find_torch()
         stream = self._stream(self._index)
-        if stream != self._last and not self._captures():
+        if stream != self._last and not (stream != _DEFAULT and self._captures()):
             self._follow(stream)
 
     def _follow(self, stream: int) -> None:
