@@ -76,3 +76,33 @@ def test_flatten_follows_indices_and_keeps_lists() -> None:
 def test_a_signature_is_a_value() -> None:
     assert chain_signature() == chain_signature()
     assert replace(chain_signature(), arg_names=("x", "weight")) != chain_signature()
+
+
+@pytest.mark.parametrize(
+    "size", ["-" * 50_000 + "B", "(" * 500 + "B" + ")" * 500, "B\0", "9" * 9999]
+)
+def test_what_is_too_much_to_evaluate_is_refused_in_few_words(size: str) -> None:
+    with pytest.raises(LibraryError, match="cannot evaluate") as caught:
+        evaluate(size, {"B": 5})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("field", ["in_tree", "out_tree"])
+def test_a_structure_holds_every_tensor_once(field: str) -> None:
+    data = pair_signature().to_json()
+    for items in ([], [{"kind": "const", "value": 1}], [{"kind": "leaf", "index": 0}] * 2):
+        data[field] = {"kind": "tuple", "items": items}
+        with pytest.raises(LibraryError, match=r"a structure of the tensors \["):
+            Signature.from_json(data)
+
+
+@pytest.mark.parametrize("keys", [[["a"], "b"], [None, "b"], ["a", "a"], ["a"]])
+def test_keys_of_a_structure_are_different_texts_or_numbers(keys: list[object]) -> None:
+    data = pair_signature().to_json()
+    leaves = [{"kind": "leaf", "index": i} for i in range(2)]
+    good = {"kind": "dict", "keys": ["a", 1], "items": leaves}
+    data["in_tree"], data["arg_names"] = {"kind": "tuple", "items": [good]}, ["data"]
+    assert Signature.from_json(data).in_tree["items"] == [good]
+    data["in_tree"] = {"kind": "tuple", "items": [{**good, "keys": keys}]}
+    with pytest.raises(LibraryError, match="malformed"):
+        Signature.from_json(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -85,8 +86,8 @@ class Signature:
                 inputs=inputs,
                 outputs=outputs,
                 dims=tuple(map(_dim, data["dims"])),
-                in_tree=_tree(data["in_tree"], len(inputs)),
-                out_tree=_tree(data["out_tree"], len(outputs)),
+                in_tree=_whole_tree(data["in_tree"], len(inputs)),
+                out_tree=_whole_tree(data["out_tree"], len(outputs)),
                 arg_names=tuple(_typed(name, str) for name in data["arg_names"]),
             )
             if signature.in_tree["kind"] != "tuple" or len(signature.arg_names) != len(
@@ -127,20 +128,30 @@ def _dim(data: Mapping[str, Any]) -> DimSpec:
     return DimSpec(_typed(data["name"], str), _typed(data["min"], int), most)
 
 
-def _tree(data: Any, count: int) -> Tree:
-    """Return a nested structure of ``count`` tensors if it is one; else raise."""
+def _whole_tree(data: Any, count: int) -> Tree:
+    """Return a nested structure that holds each of ``count`` tensors once; else raise."""
+    found: list[int] = []
+    tree = _tree(data, found)
+    if sorted(found) != list(range(count)):
+        raise ValueError(f"a structure of the tensors {found}, where there are {count}")
+    return tree
+
+
+def _tree(data: Any, found: list[int]) -> Tree:
+    """Return a nested structure if it is one, and add its tensors to ``found``; else raise."""
     tree: Tree = _typed(data, dict)
     kind = tree["kind"]
     if kind == "leaf":
-        if not 0 <= _typed(tree["index"], int) < count:
-            raise ValueError(f"there is no tensor {tree['index']}")
+        found.append(_typed(tree["index"], int))
     elif kind == "const":
         _typed(tree["value"], bool, int, float, str, type(None))
     elif kind in ("tuple", "list", "dict"):
         for item in _typed(tree["items"], list, tuple):
-            _tree(item, count)
-        if kind == "dict" and len(_typed(tree["keys"], list, tuple)) != len(tree["items"]):
-            raise ValueError("keys and items differ in number")
+            _tree(item, found)
+        if kind == "dict":
+            keys = [_typed(key, str, int) for key in _typed(tree["keys"], list, tuple)]
+            if len(set(keys)) != len(tree["items"]):
+                raise ValueError("keys and items differ in number")
     else:
         raise ValueError(f"there is no structure of kind {kind!r}")
     return tree
@@ -199,8 +210,13 @@ def evaluate(size: Size, dims: Mapping[str, int]) -> int:
         return dims[size]
     try:
         return _walk(ast.parse(size, mode="eval").body, dims)
-    except (SyntaxError, KeyError, TypeError, ZeroDivisionError) as e:
-        raise LibraryError(f"cannot evaluate the size {size!r} with {dict(dims)}: {e!r}") from e
+    # no arithmetic, or far too much of it
+    except (SyntaxError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError,
+            MemoryError) as e:  # fmt: skip
+        why = f"{type(e).__name__}: {e}"
+        raise LibraryError(
+            f"cannot evaluate the size {reprlib.repr(size)} with {dict(dims)}: {why}"
+        ) from e
 
 
 def _walk(node: ast.expr, dims: Mapping[str, int]) -> int:
