@@ -215,3 +215,30 @@ def test_the_folder_of_a_gpu_library_runs_alone(tmp_path):
     )
     assert done.returncode == 0 and done.stdout.count("ok") == 2, done.stdout + done.stderr
     assert find_cudart() is not None
+
+
+def total(x):
+    return (x * x).sum()
+
+
+def test_a_result_without_dimensions(program, tmp_path):
+    path = libs.quick(total, torch.rand(3, 4), dynamic={"x": {0: "B"}}).export(tmp_path / "t.so")
+    folder = package(path, tmp_path / "dist")
+    done = run(program, path, folder / "sample.safetensors", 1)
+    assert done.returncode == 0, done.stderr
+    assert "out0: 1 values" in done.stdout
+
+
+def test_a_library_with_gradients_runs_under_torch_alone(tmp_path, capsys):
+    x = torch.rand(3, 4, requires_grad=True)
+    path = libs.quick(total, x, backward=True).export(tmp_path / "gradients.so")
+    sample = tmp_path / "sample.npz"
+    np.savez(sample, x=np.ones((3, 4), "f"), out0=np.float32(12))
+    for given in (None, sample):
+        with pytest.raises(ConfigError, match="runs under torch alone"):
+            package(path, tmp_path / "dist", sample=given)
+    assert not (tmp_path / "dist").exists()
+    assert main(["serve", str(path), "--port", "0", "--max-batch", "1"]) == 2
+    assert "cannot be served" in capsys.readouterr().err
+    assert main(["run", str(path), "--save", str(tmp_path / "out.npy")]) == 0
+    assert np.load(tmp_path / "out.npy").shape == ()

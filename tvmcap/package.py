@@ -59,7 +59,8 @@ def package(
     Raises
     ------
     ConfigError
-        The folder holds something; the library cannot run here and ``sample`` is missing.
+        The folder holds something; the library needs Python; it cannot run here and ``sample`` is
+        missing.
     ToolchainError, BuildError
         No C++ compiler, no CUDA runtime for a GPU's library; the program does not compile.
     DamagedLibraryError, LibraryError
@@ -74,6 +75,11 @@ def package(
         folder = temporary / output.name
         (folder / "lib").mkdir(parents=True)
         manifest = copy_library(library, folder / library.name)
+        if manifest.training is not None:
+            raise ConfigError(
+                f"{library}: a library with gradients runs under torch alone: build it without "
+                "backward=True"
+            )
         _write_sample(library, manifest, folder, sample)
         shared = _copy_runtime(manifest, folder / "lib")
         _compile(folder)

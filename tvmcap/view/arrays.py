@@ -51,6 +51,8 @@ def read_sample(path: str, signature: Signature) -> tuple[list[Any], dict[str, A
     _check_sample(path)
     ins, outs = ([s.name for s in specs] for specs in (signature.inputs, signature.outputs))
     found = _read(path, [*ins, *outs])
+    if not any(a.size for a in found[len(ins) :]):
+        raise InputError(f"{path}: expected outputs to compare with, got none that has elements")
     inputs = [
         a.astype(numpy_dtype(s.dtype)) if s.dtype.startswith(("bfloat", "float8")) else a
         for a, s in zip(found, signature.inputs, strict=False)
@@ -85,8 +87,12 @@ def _read(path: str, names: list[str]) -> list[Any]:
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(missing)}; it has {', '.join(found)}")
     for name in names:
-        if found[name].dtype.kind not in "biufcV":
-            raise InputError(f"{path}: {name}: expected numbers, got {found[name].dtype}")
+        dtype = found[name].dtype
+        if dtype.kind not in "biufV" or issubclass(dtype.type, np.void):
+            raise InputError(
+                f"{path}: {name}: expected real numbers, got {dtype} (bfloat16 and 8-bit floats "
+                "stand in a file as float32)"
+            )
     return [found[n] for n in names]
 
 
@@ -117,20 +123,23 @@ def _one_line(error: Exception) -> str:
 def call(compiled: Any, leaves: list[Any]) -> dict[str, Any]:
     """Call a library and return its outputs by name, as numpy arrays."""
     signature = compiled.signature
-    if compiled.manifest.target["kind"] == "cuda":
+    cuda = compiled.manifest.target["kind"] == "cuda"
+    if cuda or compiled.manifest.training is not None:
         torch: Any = importlib.import_module("torch")
+        device = "cuda" if cuda else "cpu"
         leaves = [
-            _to_torch(torch, a, s.dtype) for a, s in zip(leaves, signature.inputs, strict=True)
+            _to_torch(torch, a, s.dtype, device)
+            for a, s in zip(leaves, signature.inputs, strict=True)
         ]
     result = compiled(*unflatten(signature.in_tree, leaves))
     values = flatten(signature.out_tree, result)
     return {s.name: to_numpy(v) for s, v in zip(signature.outputs, values, strict=True)}
 
 
-def _to_torch(torch: Any, array: Any, dtype: str) -> Any:
+def _to_torch(torch: Any, array: Any, dtype: str, device: str) -> Any:
     if array.dtype.kind == "V":
         array = array.astype(np.float32)
-    return torch.from_numpy(np.ascontiguousarray(array)).to("cuda", getattr(torch, dtype))
+    return torch.from_numpy(np.asarray(array, order="C")).to(device, getattr(torch, dtype))
 
 
 def write(path: str, outputs: Mapping[str, Any]) -> None:
@@ -141,7 +150,7 @@ def write(path: str, outputs: Mapping[str, Any]) -> None:
     save = _safetensors().save if suffix == ".safetensors" else None
     try:
         if save is not None:  # save_file makes files that their owner alone can read
-            Path(path).write_bytes(save({k: np.ascontiguousarray(v) for k, v in outputs.items()}))
+            Path(path).write_bytes(save({k: np.asarray(v, order="C") for k, v in outputs.items()}))
         elif suffix == ".npz":
             np.savez(path, **outputs)
         else:

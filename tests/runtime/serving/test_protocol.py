@@ -221,3 +221,25 @@ def test_json_has_a_limit_of_its_own():
 def test_dtypes_that_the_protocol_lacks():
     with pytest.raises(LibraryError, match="'x0' is float8_e4m3fn"):
         protocol.check_datatypes(signature("float8_e4m3fn"))
+
+
+def test_nested_values_have_the_shape_that_is_said():
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for data in (array.ravel(), array):
+        text = json.dumps({"inputs": [entry(shape=[4, 3], data=data.tolist())]}).encode()
+        np.testing.assert_array_equal(
+            protocol.parse(text, None, signature("float32")).arrays[0], array
+        )
+    for data in (array.T, array.reshape(2, 2, 3), array[None], array.reshape(2, 6)):
+        text = json.dumps({"inputs": [entry(shape=[4, 3], data=data.tolist())]}).encode()
+        with pytest.raises(Refused, match=r"\[4, 3\] is 12 values, got 12 nested as"):
+            protocol.parse(text, None, signature("float32"))
+
+
+@pytest.mark.parametrize("value", ["false", 0, 1, None, []])
+def test_what_is_neither_true_nor_false(value):
+    good = {"inputs": [entry()]}
+    one = {"name": "out0", "parameters": {"binary_data": value}}
+    for asked in ({"parameters": {"binary_data_output": value}}, {"outputs": [one]}):
+        with pytest.raises(Refused, match="expected true or false"):
+            protocol.parse(json.dumps(good | asked).encode(), None, signature("float32"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -253,3 +254,39 @@ def test_a_library_for_a_gpu_is_served_from_host_arrays(tmp_path):
     for request, (got,) in zip(requests, library.run(requests), strict=True):
         want = model(torch.from_numpy(request[0]).cuda()).detach().cpu().numpy()
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def post(app, path):
+    """Send an empty POST to the application; return the status and the answer."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+    scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
+    asyncio.run(app.starlette()(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_whatever_goes_wrong_with_a_new_library_the_old_one_stays(net):
+    def load(like):
+        if like is not None:
+            raise ZeroDivisionError("a defect")
+        return serve(net)
+
+    app = App("net", load, Limits(8, 0.0, 8), 10**6, swaps=True)
+    old = app._served
+    status, said = post(app, "/v2/repository/models/net/load")
+    assert status == 500 and "net stays as it was: ZeroDivisionError" in said["error"]
+    assert app._served is old
+    assert b'tvmcap_swaps_total{outcome="refused"} 1.0' in app._metrics.text()
+
+
+def test_a_successor_whose_manifest_names_no_dimension(net):
+    signature = serve(net).signature
+    unnamed = dataclasses.replace(signature, dims=())
+    check_successor(signature, unnamed)  # without bounds it takes what the old one takes

@@ -173,6 +173,10 @@ class App:
                 self._metrics.swaps.labels("refused").inc()
                 _log.warning("%s stays as it was; the new library is refused: %s", self._name, e)
                 return _error(422, f"{self._name} stays as it was: {e}")
+            except Exception as e:
+                self._metrics.swaps.labels("refused").inc()
+                _log.exception("%s stays as it was; the new library cannot be loaded", self._name)
+                return _error(500, f"{self._name} stays as it was: {e!r}")
             self._served = new
         self._metrics.swaps.labels("done").inc()
         self._metrics.serving(self._name, new.sha256)

@@ -18,8 +18,8 @@ from tvmcap.base.signature import DimSpec, Signature, TensorSpec, flatten, unfla
 from tvmcap.library.export import copy_library
 from tvmcap.runtime.binding import Plan, make_plan
 from tvmcap.runtime.loader import ffi
-from tvmcap.runtime.serving.protocol import check_datatypes, numpy_dtype
-from tvmcap.runtime.serving.tensors import array_of, tensor_on
+from tvmcap.runtime.serving.protocol import check_datatypes
+from tvmcap.runtime.serving.tensors import array_of, numpy_dtype, tensor_on
 
 Arrays = Sequence[Any]
 _PARTS_CHECKED = 3
@@ -64,7 +64,8 @@ class ServedLibrary:
     VerifyError
         The library gives other outputs than the sample's.
     ConfigError
-        Requests shall be joined, and the library does not compute the rows of a batch one by one.
+        The library has gradients; requests shall be joined, and it does not compute the rows of a
+        batch one by one.
     """
 
     def __init__(
@@ -77,6 +78,10 @@ class ServedLibrary:
     ) -> None:
         self.path = path
         self.sha256, self._library = _load_copy(path, load)
+        if self._library.manifest.training is not None:
+            raise ConfigError(
+                f"{path}: a library with gradients cannot be served: build it without backward=True"
+            )
         self.signature: Signature = self._library.signature
         check_datatypes(self.signature)
         if like is not None:
@@ -216,7 +221,7 @@ def check_successor(old: Signature, new: Signature) -> None:
             )
     bounds = {dim.name: dim for dim in new.dims}
     for dim in old.dims:
-        now = bounds[dim.name]
+        now = bounds.get(dim.name, DimSpec(dim.name))
         if now.min > dim.min or (now.max is not None and (dim.max is None or now.max < dim.max)):
             raise LibraryError(
                 f"{dim.name} was from {dim.min} to {dim.max}, and the new library takes from "

@@ -18,6 +18,7 @@ import numpy as np
 
 from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.signature import Signature, TensorSpec
+from tvmcap.runtime.serving.tensors import numpy_dtype
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 JSON_LIMIT = 8 << 20
@@ -59,15 +60,6 @@ class Request:
     id: str
     arrays: tuple[Any, ...]
     outputs: tuple[tuple[str, bool], ...]
-
-
-def numpy_dtype(name: str) -> Any:
-    """Return NumPy's dtype of TVM's name; bfloat16 is that of ml_dtypes."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def check_datatypes(signature: Signature) -> None:
@@ -228,8 +220,12 @@ def _from_json(name: str, dtype: Any, data: object, shape: Sequence[int], count:
         values = np.array(data, object)  # NumPy makes texts as long as the longest of them
     except ValueError as e:
         raise Refused(400, f"{name}: data: {e}") from e
-    if values.size != count:
-        raise Refused(400, f"{name}: {list(shape)} is {count} values, got {values.size}")
+    if values.shape not in ((count,), tuple(shape)):
+        raise Refused(
+            400,
+            f"{name}: {list(shape)} is {count} values, got {values.size} nested as "
+            f"{list(values.shape)}: nest them as the shape says, or not at all",
+        )
     wanted = {"b": (bool,), "i": (int,), "u": (int,)}.get(dtype.kind, (int, float))
     if not set(map(type, values.flat)).issubset(wanted):
         raise Refused(400, f"{name}: expected values of {dtype}")
@@ -253,14 +249,18 @@ def _finite_as(array: Any, values: Any) -> bool:
 
 def _wanted(data: Mapping[str, Any], names: Sequence[str]) -> tuple[tuple[str, bool], ...]:
     """Return the outputs to send, by default all, and which of them as binary."""
-    default = bool(_parameters(data, "the request").get("binary_data_output", False))
+    default = _flag(data, "the request", "binary_data_output", False)
     if not data.get("outputs"):
         return tuple((name, default) for name in names)
     asked = _by_name(data, "outputs", names)
-    return tuple(
-        (name, bool(_parameters(output, name).get("binary_data", default)))
-        for name, output in asked.items()
-    )
+    return tuple((n, _flag(output, n, "binary_data", default)) for n, output in asked.items())
+
+
+def _flag(tensor: Mapping[str, Any], where: str, name: str, default: bool) -> bool:
+    value = _parameters(tensor, where).get(name, default)
+    if not isinstance(value, bool):
+        raise Refused(400, f"{where}: {name}: expected true or false, got {reprlib.repr(value)}")
+    return value
 
 
 def response(

@@ -10,9 +10,18 @@ import numpy as np
 from tvmcap.runtime.loader import empty, ffi
 
 
+def numpy_dtype(name: str) -> Any:
+    """Return NumPy's dtype of TVM's name; bfloat16 is that of ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
 def tensor_on(array: Any, dtype: str, device: Any) -> Any:
     """Copy an array to a new ``tvm_ffi.Tensor``; ``dtype`` is TVM's name of the array's."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")
     tensor = empty(array.shape, dtype, device)
     if array.nbytes:
         copy = ffi().get_global_func("runtime.TVMTensorCopyFromBytes")
