@@ -120,7 +120,8 @@ def serve(
         )
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
         server = _Server(config, lambda: started(_url(listener)))
-        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is done
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, server.end)
         server.run(sockets=[listener])
 
 
@@ -128,6 +129,13 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, started: Callable[[], object]) -> None:
         super().__init__(config)
         self._say_started = started
+
+    def end(self, *_: object) -> None:
+        """End in good order, at a signal before uvicorn takes them.
+
+        It raises those that it took again when all is done.
+        """
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -156,3 +156,22 @@ def test_a_request_that_is_given_up_does_not_harm_its_batch():
         assert (await second)[0][0] == 2
 
     assert play(scene, Limits(8, 0.02, 100)) == [[0, 1]]
+
+
+def test_what_waits_at_the_end_is_given_up_and_nothing_starts_any_more():
+    machine, told = Machine(held=True), []
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        batcher = Batcher(machine.run, Limits(1, 0.0, 100), Metrics())
+        first, second = ask(batcher, 1), ask(batcher, 2)
+        while not machine.batches:
+            await asyncio.sleep(0)
+        machine.go.set()
+        batcher.close()
+        assert (await first)[0][0] == 2
+        with pytest.raises(asyncio.CancelledError):
+            await second
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert machine.batches == [[1]] and not told

@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -229,3 +231,29 @@ def test_many_connections_that_stay_busy(url):
     for x, c in zip(xs, clients, strict=True):
         assert c.seconds
         close(np.frombuffer(c.last[-x.nbytes :], np.float32).reshape(x.shape), expected(x))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("early", [False, True])
+def test_both_signals_end_it_in_good_order(net, number, early):
+    """Also where they come after the library is loaded and before uvicorn listens to them."""
+    code = f"""
+import os, signal, sys, uvicorn
+from tvmcap.cli import main
+run = uvicorn.Server.run
+def early(self, sockets=None):
+    os.kill(os.getpid(), {number:d})
+    run(self, sockets)
+if {early}:
+    uvicorn.Server.run = early
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", code, "serve", str(net), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("serving net at http://127.0.0.1:")
+            if not early:
+                process.send_signal(number)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

@@ -95,7 +95,10 @@ class Batcher:
             )
 
     def close(self) -> None:
-        """End the thread, once its batch is done."""
+        """End the thread, once its batch is done; what still waits is given up."""
+        for item in self._waiting:
+            item.result.cancel()
+        self._waiting.clear()
         self._pool.shutdown()
 
     def _next(self) -> None:
