@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
+import sys
 import threading
+import time
+import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +23,6 @@ import tvmcap
 from tests import libs
 from tests.runtime.conftest import three_layers
 from tvmcap.base.errors import InputError, LibraryError
-from tvmcap.runtime.threads import Contexts
 
 Layers = Callable[[int | None], Path]
 
@@ -125,23 +128,85 @@ def test_a_thread_that_never_called_may_close(layers: Layers, w: torch.Tensor) -
     assert lib.executor.arena_bytes == 0
 
 
-def test_a_call_during_which_the_library_is_closed(layers: Layers, w: torch.Tensor) -> None:
-    for out in (None, torch.empty(3, 8)):
+@pytest.mark.parametrize(("at", "rows"), [("fit", 3), ("_allocate", 50)])
+def test_a_call_during_which_the_library_is_closed(
+    layers: Layers, w: torch.Tensor, at: str, rows: int
+) -> None:
+    for out in (None, torch.empty(rows, 8)):
         lib, x = tvmcap.load(layers(None)), torch.rand(3, 8)
         for _ in range(3):
-            lib(x, w, out=out)
+            lib(x, w, out=None if out is None else out[:3])
+        x = torch.rand(rows, 8)
         context = lib.executor._threads.here
-        fit = context.arena.fit
+        step = getattr(context.arena, at)
 
-        def closing(dims: object, lib: Any = lib, fit: Any = fit) -> bool:
+        def closing(*args: object, lib: Any = lib, step: Any = step) -> Any:
             thread = threading.Thread(target=lib.close)
             thread.start()
             thread.join()
-            return bool(fit(dims))
+            return step(*args)
 
-        context.arena.fit = closing
+        setattr(context.arena, at, closing)
         with pytest.raises(LibraryError, match="closed; load it again"):
             lib(x, w, out=out)
+
+
+def test_a_context_made_while_the_library_is_closed_goes_with_it(
+    layers: Layers, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib = tvmcap.load(layers(64))
+    contexts, made = lib.executor._contexts, []
+    refuse = contexts.refuse
+
+    def late(why: str) -> None:
+        made.append(contexts.new(lib.executor._threads))
+        refuse(why)
+
+    monkeypatch.setattr(contexts, "refuse", late)
+    lib.close()
+    assert made[0].arena.storages == () and made[0].arena.vm is None
+
+
+def test_contexts_are_listed_while_other_threads_make_theirs(layers: Layers) -> None:
+    class Context:
+        arena = types.SimpleNamespace(nbytes=0)
+
+    contexts = tvmcap.load(layers(64)).executor._contexts
+    own, kept = contexts.arena_bytes, collections.deque(maxlen=100)
+    every = sys.getswitchinterval()
+
+    def make() -> None:
+        for _ in range(30_000):
+            kept.append(Context())
+            contexts._all.add(kept[-1])
+
+    maker = threading.Thread(target=make)
+    sys.setswitchinterval(1e-6)
+    try:
+        maker.start()
+        while maker.is_alive():
+            assert contexts.arena_bytes == own
+    finally:
+        sys.setswitchinterval(every)
+        maker.join()
+
+
+def test_a_pool_of_threads_ends_with_its_caller(layers: Layers, w: torch.Tensor) -> None:
+    lib, x = tvmcap.load(layers(64)), torch.rand(64, 8)
+    lib(x, w)
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = count()
+    for _ in range(5):
+        thread = threading.Thread(target=lib, args=(x, w))
+        thread.start()
+        thread.join()
+    until = time.monotonic() + 20
+    while count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert count() <= before
 
 
 def test_loads_and_calls_keep_memory_flat(layers: Layers, w: torch.Tensor) -> None:
@@ -162,36 +227,6 @@ def test_loads_and_calls_keep_memory_flat(layers: Layers, w: torch.Tensor) -> No
     before = resident()
     cycles(60)
     assert resident() - before < 2 << 20
-
-
-def test_a_fork_is_refused_where_the_device_does_not_survive_it(
-    layers: Layers, w: torch.Tensor
-) -> None:
-    from tvmcap.runtime import threads
-
-    lib, x = tvmcap.load(layers(64)), torch.rand(3, 8)
-    threads._on_gpu.add(lib.executor._contexts)  # as a library on a GPU is
-    lib(x, w)
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            for args in ((x, w), (x,), (x, "w")):  # refused whatever comes
-                with pytest.raises(LibraryError, match="'spawn'"):
-                    lib(*args)
-            assert not threads._on_gpu  # nothing is freed where CUDA is not
-            os.write(write, b"refused")
-        except BaseException as e:
-            os.write(write, f"{type(e).__name__}: {e}".encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    said = os.read(read, 1000).decode()
-    os.close(read)
-    assert said == "refused"
-    torch.testing.assert_close(lib(x, w), three_layers(x, w))
-    assert isinstance(lib.executor._contexts, Contexts)
 
 
 def test_libraries_on_a_gpu_are_closed_before_the_interpreter_ends(

@@ -149,6 +149,7 @@ class Executor:
         try:
             context.run(plan, values, targets, places)
         except TvmcapError:
+            self.check()  # whatever it was, where another thread has closed the library meanwhile
             raise
         except Exception as e:
             raise self._failure(plan, e) from e

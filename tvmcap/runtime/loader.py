@@ -153,9 +153,10 @@ class Library:
 
     def new_vm(self) -> Any:
         """Return a virtual machine, for one thread at a time."""
-        if self._code is None:
+        code = self._code  # which another thread may take away
+        if code is None:
             raise LibraryError("this library was closed; load it again")
-        vm = self._code.module["vm_load_executable"]()
+        vm = code.module["vm_load_executable"]()
         args = [self._device_type, self._device.index, self._allocator]
         if self._device_type != 1:
             args += [1, 0, _POOLED]  # shapes are computed on the host

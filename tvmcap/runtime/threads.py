@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from tvmcap.base.errors import LibraryError
@@ -22,8 +23,8 @@ class Contexts:
         self._manifest = manifest
         cuda = manifest.target["kind"] == "cuda"
         self._machine = CudaMachine(library, manifest) if cuda else None
-        self._all: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._users: weakref.WeakSet[Threads] = weakref.WeakSet()
+        self._all = _Living()
+        self._users = _Living()
         self._graph_bytes: int | None = None
         self._refusal = ""
         if cuda:
@@ -54,14 +55,14 @@ class Contexts:
                 "expected a library for 'cuda' to record as CUDA graphs, got one for "
                 f"{self._manifest.target['kind']!r}"
             )
-        for context in list(self._all):
+        for context in self._all:
             context.use_graphs(limit_bytes)
         self._graph_bytes = limit_bytes
 
     @property
     def arena_bytes(self) -> int:
         """Bytes that the contexts hold for intermediates."""
-        return sum(context.arena.nbytes for context in list(self._all))
+        return sum(context.arena.nbytes for context in self._all)
 
     def check(self) -> None:
         """Raise LibraryError where no call is possible any more."""
@@ -71,9 +72,9 @@ class Contexts:
     def refuse(self, why: str) -> None:
         """Let every later call raise LibraryError, in this thread before its arguments are seen."""
         self._refusal = self._refusal or why
-        for user in list(self._users):
+        for user in self._users:
             user.leave()
-        for context in list(self._all):
+        for context in self._all:
             context.run = self._refuse
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -81,11 +82,24 @@ class Contexts:
 
     def close(self, why: str) -> None:
         """Free the memory of every context and refuse later calls."""
-        contexts = list(self._all)
-        self.refuse(why)
-        for context in contexts:
+        self.refuse(why)  # a context that is made from now on closes itself
+        for context in self._all:
             context.close()
         self._machine = None
+
+
+class _Living:
+    """Objects that live, which several threads may add to and list at once, as a WeakSet's not."""
+
+    def __init__(self) -> None:
+        self._by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(self, thing: Any) -> None:
+        self._by_id[id(thing)] = thing
+
+    def __iter__(self) -> Iterator[Any]:
+        found = [reference() for reference in self._by_id.valuerefs()]
+        return iter([thing for thing in found if thing is not None])
 
 
 class _Missing:
