@@ -133,24 +133,6 @@ assert sum(time > 0 for time in busy.values()) >= 2, busy
     run(WITHOUT + CALL + code, chain, TVM_NUM_THREADS="2", OPENBLAS_NUM_THREADS="1")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_can_call(chain: Path) -> None:
-    code = (
-        CALL
-        + """
-execute = Executor(sys.argv[1])
-execute(x, w)
-child = os.fork()
-if child == 0:
-    np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5)
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-np.testing.assert_allclose(execute(x, w), x @ w @ w, rtol=1e-5)
-"""
-    )
-    run(WITHOUT + code, chain, TVM_NUM_THREADS="2")
-
-
 def test_a_file_replaced_under_its_name_is_loaded_anew(
     chain: Path, half: Path, tmp_path: Path
 ) -> None:

@@ -33,11 +33,10 @@ class CpuContext:
     graphs: Graphs | None = None
 
     def __init__(self, library: Library, manifest: Manifest) -> None:
-        configure_threads()
         self._library = library
         self._weights = library.weights
         self.arena = Arena(library.new_vm(), manifest)
-        self._entry = self.arena.entry
+        self._entry: Any = self._first
         self.bound = Bound(manifest.signature)
         self._name = manifest.entry
         self.slots: dict[int, Any] = {}
@@ -60,8 +59,15 @@ class CpuContext:
             arena.fit(plan.dims)
         self._entry(*values, *self._weights, *targets, *arena.storages)
 
+    def _first(self, *args: Any) -> None:
+        """Run for the first time; a process that forks before has no pool that the child lacks."""
+        configure_threads()
+        self._entry = self.arena.entry
+        self._entry(*args)
+
     def trace(self, values: Sequence[Any], targets: Sequence[Any]) -> Trace:
         """Watch one call that allocates what it needs."""
+        configure_threads()
         vm = self._library.new_vm()
         return trace_call(vm, lambda: vm[self._name](*values, *self._weights, *targets))
 
