@@ -99,6 +99,27 @@ def test_inside_a_function_transform(run: Executor, w: torch.Tensor) -> None:
         torch.vmap(lambda row: run(row, w))(torch.rand(3, 5, 8))
 
 
+def test_a_nested_tensor(run: Executor, x: torch.Tensor, w: torch.Tensor) -> None:
+    nested = torch.nested.nested_tensor([x, x])
+    with pytest.raises(InputError, match="'x': expected a dense tensor, got a nested one"):
+        run(nested, w)
+    run.bind("x", nested)
+    run.bind("w", w)
+    with pytest.raises(InputError, match="'x': expected a dense tensor, got a nested one"):
+        run.run()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_tensor_whose_memory_was_freed(run: Executor, w: torch.Tensor, position: int) -> None:
+    out = torch.empty(8, 8)
+    for _ in range(3):
+        run(w, w.clone(), out=out)
+    tensors = [torch.rand(8, 8), w, out]
+    tensors[position].untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="expected tensors with memory, got one without"):
+        run(*tensors[:2], out=tensors[2])
+
+
 def test_numbers_of_arguments(run: Executor, x: torch.Tensor, w: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"expected \(x, w\), got no 'w'"):
         run(x)

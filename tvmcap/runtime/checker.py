@@ -138,6 +138,11 @@ def failure(path: Path, device: Any, plan: Plan, error: Exception) -> Exception:
         )
     if is_of_memory(error):
         return _no_memory(f"{path}: ", device, plan, error)
+    if "data pointer is NULL" in str(error):
+        return InputError(
+            "expected tensors with memory, got one without: its storage was freed or resized to "
+            f"nothing, or a function transform made it (sizes {dict(plan.dims)}); original: {error}"
+        )
     return LibraryError(
         f"{path}: a kernel of the library failed (sizes {dict(plan.dims)}); build it "
         "again, and report it "

@@ -96,7 +96,7 @@ class TorchTensors:
         shapes, addresses = [], []
         for x, (dtype, may_be_negative) in zip(leaves, self._wanted, strict=True):
             try:
-                address = x.data_ptr()
+                address, shape = x.data_ptr(), x.shape
                 usable = (
                     type(x) in types
                     and x.dtype is dtype
@@ -105,14 +105,14 @@ class TorchTensors:
                     and not address & MISALIGNED
                     and not (may_be_negative and x.is_neg())
                 )
-            # no tensor; or no storage: sparse, or inside a functorch transform
+            # no tensor; or no storage or shape: sparse, nested, or inside a functorch transform
             except (AttributeError, RuntimeError):
                 usable = False
             if not usable:
                 x = self._adopt(x, self._specs[len(values)], dtype)
-                address = x.data_ptr()
+                address, shape = x.data_ptr(), x.shape
             values.append(x)
-            shapes.append(x.shape)
+            shapes.append(shape)
             addresses.append(address)
         return values, tuple(shapes), addresses
 
@@ -150,6 +150,8 @@ class TorchTensors:
             raise wrong(spec.name, "a plain torch.Tensor", type(x).__name__, "convert it first")
         if x.layout is not self._torch.strided:
             raise wrong(spec.name, "a dense tensor", str(x.layout), "call .to_dense()")
+        if x.is_nested:
+            raise wrong(spec.name, "a dense tensor", "a nested one", "pad it first")
         if x.device != self._device:
             raise wrong(
                 spec.name,
