@@ -19,7 +19,7 @@ from tvm.script import tirx as T
 
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.sums import Sums, cluster_of
-from tvmcap.kernel.vectors import BYTES, VECTOR, Result, move, registers, written
+from tvmcap.kernel.vectors import BYTES, VECTOR, Result, Vector, move, written
 from tvmcap.schedules import hopper_ops
 from tvmcap.schedules.gpu_epilogue import flatten, offset
 from tvmcap.schedules.row_math import put
@@ -100,7 +100,7 @@ class _Writer:
             self.rings = {b: pool.alloc((ring,), str(b.dtype), align=16) for b in self.inputs}
         pool.commit()
         self.sums = T.alloc_buffer((VECTOR,), "float32", scope="local")
-        self.homes = {b: registers(b) for b in self.inputs}
+        self.homes = {b: Vector(b, self.copies) for b in self.inputs}
         self.outs = {b: Result(b, self.flat[b], self.copies) for b, _ in s.matrices}
 
     def _prepare(self, tx: Any) -> None:
@@ -114,71 +114,73 @@ class _Writer:
 
     def _walk(self) -> None:
         """Take the thread's rows, one after the other, from the last."""
-        stride = self.groups * self.cluster
-        rows = tirx.floordiv(T.max(self.s.rows - self.first, T.int64(0)) + (stride - 1), stride)
-        count = T.alloc_local([1], "int32")
+        s, stride = self.s, self.groups * self.cluster
+        rows = tirx.floordiv(T.max(s.rows - self.first, T.int64(0)) + (stride - 1), stride)
+        count, place = T.alloc_local([1], "int32"), T.alloc_local([1], "int64")
         T.buffer_store(count, T.Cast("int32", rows), [0])
+        T.buffer_store(place, (s.rows - 1 - self.first) * s.columns + self.column, [0])
 
-        def row_of(step: Any) -> Expr:
-            return self.s.rows - 1 - (self.first + T.Cast("int64", step) * stride)
-
-        def copy(step: Any) -> None:
+        def copy(step: Any, ahead: int) -> None:
             with T.If(step < count[0]), T.Then():
-                self._copy(step, row_of(step))
+                self._copy(step, place[0] - ahead * stride * s.columns)
             T.evaluate(T.ptx["cp.async.commit_group"]())
 
         for step in range(AHEAD if self.copies else 0):
-            copy(T.int32(step))
+            copy(T.int32(step), step)
         with T.serial(count[0]) as step:
-            row = row_of(step)
+            row = s.rows - 1 - (self.first + T.Cast("int64", step) * stride)
+            # TVM moves no vectors where a variable says; it is there for the copies' sake
+            here = T.Bind(place[0]) if self.copies else row * s.columns + self.column
             if self.copies:
                 T.evaluate(T.ptx["cp.async.wait_group"](AHEAD - 1))
             for buffer, home in self.homes.items():
-                source, start = self.flat[buffer], row * self.s.columns + self.column
+                source, start = self.flat[buffer], here
                 if self.copies:
                     source, start = self.rings[buffer], self._slot(step)
-                move(home, 0, source, start)
+                move(home.values, 0, source, start)
             if self.copies:
-                copy(step + AHEAD)
-            self._row(row)
+                copy(step + AHEAD, AHEAD)
+            self._row(row, here)
+            T.buffer_store(place, place[0] - stride * s.columns, [0])
 
     def _slot(self, step: Any) -> Expr:
         return (step % (AHEAD + 1) * THREADS + self.tx) * VECTOR
 
-    def _copy(self, step: Any, row: Expr) -> None:
-        """Have the vectors of a row copied to the slot of its step; only this thread reads them."""
+    def _copy(self, step: Any, start: Expr) -> None:
+        """Have the vectors from ``start`` on copied to the step's slot, which is this thread's."""
         for buffer, ring in self.rings.items():
             for at in range(0, VECTOR, BYTES // itemsize(buffer)):
-                source = self.flat[buffer].ptr_to([row * self.s.columns + self.column + at])
+                source = self.flat[buffer].ptr_to([start + at])
                 to = ring.ptr_to([self._slot(step) + at])
                 T.evaluate(T.cuda.func_call("tvmcap_copy16_once", to, source, source_code=_COPY))
 
-    def _row(self, row: Expr) -> None:
+    def _row(self, row: Expr, start: Expr) -> None:
         """Compute a row's vector of every output, write it, and add it up."""
-        s = self.s
-        start = row * s.columns + self.column
-        for buffer, value in s.matrices:
+        for buffer, value in self.s.matrices:
             out = self.outs[buffer]
             out.compute(partial(self._at, value, buffer, row))
             out.write(start)
-        buffer, value = s.total
-        with T.unroll(VECTOR) as i:
-            T.buffer_store(self.sums, self.sums[i] + self._at(value, buffer, row, i), [i])
+        buffer, value = self.s.total
+        with T.unroll(VECTOR // 2) as pair:
+            for c in range(2):
+                i = pair * 2 + c
+                found = self._at(value, buffer, row, pair, c)
+                T.buffer_store(self.sums, self.sums[i] + found, [i])
 
-    def _at(self, value: Expr, target: Buffer, row: Expr, i: Any) -> Expr:
-        """Return an expression at an element of a thread's vector of a row."""
+    def _at(self, value: Expr, target: Buffer, row: Expr, pair: Any, c: int) -> Expr:
+        """Return an expression at element ``2 * pair + c`` of a thread's vector of a row."""
         point = [self.s.row, self.s.column]
 
         def load(node: Any) -> Any:
             buffer = node.source
             if buffer in self.outs:
-                return self.outs[buffer].values[i]
+                return self.outs[buffer].at(pair, c)
             if buffer in self.homes and ep.same_all(node.indices, point):
-                return self.homes[buffer][i]
+                return self.homes[buffer].at(pair, c)
             return self._load(node)
 
         value = tvm_ffi.structural_map(value, (tvm.ir.TensorLoad, load))
-        column = self.column + T.Cast("int64", i)
+        column = self.column + T.Cast("int64", pair * 2 + c)
         return written(put(value, {self.s.row: row, self.s.column: column}), target)
 
     def _load(self, node: Any) -> Expr:
