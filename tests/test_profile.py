@@ -93,6 +93,8 @@ def test_spans_of_several_calls_are_grouped_by_place() -> None:
     assert first.percent_of_roofline == pytest.approx(100.0)
     with pytest.raises(LibraryError, match="5 kernels were seen in 3 calls"):
         summary(spans[:5], kernels, 3, 0.05)
+    with pytest.raises(LibraryError, match="results without elements"):
+        summary([], kernels, 3, 0.05)
 
 
 @pytest.mark.gpu

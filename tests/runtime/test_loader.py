@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tvmcap.base.errors import (
     LibraryError,
 )
 from tvmcap.library import export
-from tvmcap.runtime import loader
+from tvmcap.runtime import loader, opening
 from tvmcap.runtime.executor import Executor
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +146,29 @@ def test_a_file_replaced_under_its_name_is_loaded_anew(
     x, w = np.ones((2, 8), np.float32), np.eye(8, dtype=np.float32)
     np.testing.assert_array_equal(Executor(path)(x, w), x)
     assert old.signature.inputs[0].dtype == "bfloat16"
+
+
+def test_a_file_replaced_while_it_is_loaded_is_one_version(
+    chain: Path, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    path = tmp_path / "block.so"
+    for module, name in ((opening, "read_manifest"), (loader, "stored_digest")):
+        export.copy_library(half, path)
+        real, left = getattr(module, name), [chain]
+
+        def late(file: Path, real: Any = real, left: list[Path] = left) -> Any:
+            found = real(file)
+            if left:
+                export.copy_library(left.pop(), path)
+            return found
+
+        monkeypatch.setattr(module, name, late)
+        x, w = np.ones((2, 8), np.float32), np.eye(8, dtype=np.float32)
+        np.testing.assert_array_equal(opening.open_library(path)(x, w), x)
+        assert not left
+        monkeypatch.undo()
 
 
 def test_a_file_written_over_in_place_is_not_mistaken_for_what_is_loaded(

@@ -19,6 +19,7 @@ from tvmcap.base.manifest import (
     read_manifest,
     write_atomically,
 )
+from tvmcap.base.replaced import of_one_version
 from tvmcap.base.tensors import write_tensors
 
 
@@ -68,7 +69,10 @@ def copy_library(source: str | os.PathLike[str], target: str | os.PathLike[str])
     The copy's weights are named after it. Raises DamagedLibraryError for a damaged source,
     LibraryError for a target that cannot be written.
     """
-    source, target = Path(source), Path(target)
+    return of_one_version(Path(source), lambda: _copy(Path(source), Path(target)))
+
+
+def _copy(source: Path, target: Path) -> Manifest:
     manifest = read_manifest(source)
     if target.exists() and target.samefile(source):
         return manifest

@@ -172,8 +172,8 @@ class _Code:
     the other module with dangling handles.
     """
 
-    def __init__(self, path: Path, digest: bytes) -> None:
-        self.module, self.digest = _load(path), digest
+    def __init__(self, module: Any, digest: bytes) -> None:
+        self.module, self.digest = module, digest
 
 
 _codes: weakref.WeakValueDictionary[tuple[int, int], _Code] = weakref.WeakValueDictionary()
@@ -181,13 +181,17 @@ _codes_lock = threading.Lock()
 
 
 def _code(path: Path) -> _Code:
-    stat = path.stat()
-    identity = (stat.st_dev, stat.st_ino)  # a mapped file keeps its inode, whatever takes its name
-    digest = stored_digest(path)
-    with _codes_lock:
-        code = _codes.get(identity)
-        if code is None:
-            code = _codes[identity] = _Code(path, digest)
+    with open(path, "rb") as file:  # what is opened stays one file, whatever takes its name
+        opened = Path(f"/proc/self/fd/{file.fileno()}")
+        if not opened.exists():
+            opened = path.resolve()
+        stat = opened.stat()
+        identity = (stat.st_dev, stat.st_ino)  # a mapped file keeps its inode
+        digest = stored_digest(opened)
+        with _codes_lock:
+            code = _codes.get(identity)
+            if code is None:
+                code = _codes[identity] = _Code(_load(path, opened), digest)
     if code.digest != digest:
         raise LibraryError(
             f"{path}: was written over in place while its former code is in use here: write a new "
@@ -196,11 +200,11 @@ def _code(path: Path) -> _Code:
     return code
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, opened: Path) -> Any:
     """Load under a new name: dlopen answers a known name with the file it first stood for."""
     with temporary_folder("tvmcap-") as folder:
         alias = folder / "library.so"
-        alias.symlink_to(path.resolve())
+        alias.symlink_to(opened)
         try:
             return ffi().load_module(str(alias), keep_module_alive=False)
         except Exception as e:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import read_manifest
+from tvmcap.base.replaced import of_one_version
 from tvmcap.runtime.executor import Executor
 
 
@@ -16,6 +18,10 @@ def open_library(path: str | os.PathLike[str], *, device: int = 0) -> Any:
 
     Raises what they raise, and LibraryError where torch is missing.
     """
+    return of_one_version(Path(path), lambda: _open(path, device))
+
+
+def _open(path: str | os.PathLike[str], device: int) -> Any:
     manifest = read_manifest(path)
     if manifest.training is None:
         return Executor(path, device=device, manifest=manifest)

@@ -50,7 +50,7 @@ class Profile:
 
     Attributes
     ----------
-    device: ``"cpu"`` or ``"cuda:0"``.
+    device: ``"cpu:0"`` or ``"cuda:0"``.
     sizes: of the symbolic dimensions.
     bandwidth_gb_s: of a copy on this device, bytes read and written, just before.
     kernels: in the order of a call.
@@ -110,8 +110,12 @@ def summary(
 
     Raises LibraryError where the calls did not launch equally many kernels.
     """
+    if not spans:
+        raise LibraryError(
+            "no kernel ran, as results without elements need none: profile with larger sizes"
+        )
     count, rest = divmod(len(spans), calls)
-    if rest or not count:
+    if rest:
         raise LibraryError(
             f"{len(spans)} kernels were seen in {calls} calls, which is not a whole number a call; "
             "profile again on an idle device"
