@@ -205,6 +205,17 @@ def test_a_full_queue_and_a_graceful_end(net):
             post(url, xs[0])
 
 
+def test_what_waits_longer_than_the_end_takes_gets_503(net):
+    options = ["--max-delay-ms", "60000", "--drain-s", "0"]
+    with serving_client.running(net, *options) as (url, process), ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(post, url, draw(1)) for _ in range(2)]
+        while serving_client.metrics(url)["tvmcap_waiting_requests"] < 2:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert [answer.result()[0] for answer in asked] == [503, 503]
+        assert process.wait(20) == 0
+
+
 def test_it_listens_to_this_machine_alone_and_tells_what_it_cannot_do(
     served, net, tmp_path, capsys
 ):

@@ -155,6 +155,8 @@ class App:
             return _error(e.status, str(e), e.headers)
         except InputError as e:
             return _error(400, str(e))
+        except asyncio.CancelledError:  # by uvicorn or the batcher, once the time to drain is over
+            return _error(503, "the server ended before this was computed: send it again")
         except Exception as e:
             _log.exception("a batch failed")
             return _error(500, str(e) if isinstance(e, TvmcapError) else repr(e))
