@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import tempfile
@@ -159,6 +160,12 @@ def blocks() -> Any:
         return fn, made[form, dtype]
 
     return block
+
+
+def pytest_collection_finish() -> None:
+    """Search no more for garbage among all that collecting the tests has imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
