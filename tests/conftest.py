@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import tempfile
@@ -24,10 +25,11 @@ _HOME = tempfile.mkdtemp(prefix="tvmcap-tests-")
 for _name in [name for name in os.environ if name.startswith("TVMCAP_")]:
     del os.environ[_name]
 os.environ["TVMCAP_CHECK"] = "1"
-os.environ["XDG_CACHE_HOME"] = os.path.join(_HOME, "cache")
 os.environ["XDG_DATA_HOME"] = os.path.join(_HOME, "data")
-# torch.compile's, shared by all processes of a session: they compile the same headers and blocks
+# caches, shared by all processes of a session: they build the same fixtures and compile the same
+# headers and blocks
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = os.path.join(_HOME, "cache")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_HOME, "inductor")
 os.environ.setdefault("TVM_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 # idle threads leave their core to other tests and compilers
@@ -39,6 +41,7 @@ _GPU = filelock.FileLock(os.environ["TORCHINDUCTOR_CACHE_DIR"] + ".gpu.lock")
 _LONGEST = (
     "test_tutorials",
     "test_tune_remote",
+    "test_operators",
     "test_quantized",
     "test_build",
     "test_products",
@@ -159,6 +162,12 @@ def blocks() -> Any:
         return fn, made[form, dtype]
 
     return block
+
+
+def pytest_collection_finish() -> None:
+    """Search no more for garbage among all that collecting the tests has imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

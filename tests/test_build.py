@@ -58,8 +58,13 @@ def small(
     return model.eval().to(dtype), shapes, dynamic
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "norm_mlp", "convnet", "attention"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ("mlp", "norm_mlp", "convnet", "attention")),
+        *((name, torch.bfloat16) for name in ("mlp", "attention")),  # others: test_cpu_models
+    ],
+)
 def test_models(name: str, dtype: torch.dtype) -> None:
     model, shapes, dynamic = small(name, dtype)
     lib = tvmcap.build(

@@ -21,7 +21,8 @@ TARGETS = {
 }
 KM, NK = {"a_layout": "km"}, {"layout": "nk"}
 BATCH, PAIR = {"batch": (3,)}, {"batch": (2, 3)}
-#: name: (function, shapes, what the matcher reads; by default [M, K] @ [K, N] and no batch)
+PLAIN = {"a_layout": "mk", "layout": "kn", "batch": (), "a_batched": True, "b_batched": True}
+#: name: (function, shapes, what the matcher reads, where it is not ``PLAIN``)
 FORMS: dict[str, tuple[Any, tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "x @ w": (lambda x, w: x @ w, ((32, 64), (64, 48)), {}),
     "x @ w.T": (lambda x, w: x @ w.T, ((32, 64), (48, 64)), NK),
@@ -114,24 +115,41 @@ def products(fused, kind="cuda"):
     return [gemm for gemm in found if gemm is not None]
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_kernel_with_what_follows(name, dtype) -> None:
-    fn, shapes, wanted = FORMS[name]
+def together(names, then=lambda y: y):
+    """Return a function with a result for each form, and its arguments."""
 
     def block(*args):
-        return torch.relu(fn(*args))
+        left, results = list(args), []
+        for name in names:
+            fn, own, _ = FORMS[name]
+            results.append(then(fn(*left[: len(own)])))
+            del left[: len(own)]
+        return tuple(results)
 
-    args = [values(*shape).to(dtype) for shape in shapes]
+    shapes = [shape for name in names for shape in FORMS[name][1]]
+    return block, [values(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def layouts(fused):
+    """Return what is read of the kernel that makes each result, None where it is no product."""
+    body = fused["main"].body
+    made = {b.var: b.value for block in body.blocks for b in block.bindings}
+    found = [gemm_match.read(fused[made[result].args[0]]) for result in body.body.fields]
+    return [gemm and {key: getattr(gemm, key) for key in PLAIN} for gemm in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_is_one_kernel_with_what_follows(dtype) -> None:
+    block, args = together(FORMS, torch.relu)
     configs = {kind: make_config(target=kind, tune="none") for kind in TARGETS}
-    mod = capture(block, args, None, configs["cuda"]).mod
+    mod = capture(block, [a.to(dtype) for a in args], None, configs["cuda"]).mod
     fused, planned, _ = run_passes(mod, "cuda", configs["cuda"])
-    assert pipeline.count_kernels(planned) == 1
-    (gemm,) = products(fused)
-    plain = {"a_layout": "mk", "layout": "kn", "batch": (), "a_batched": True, "b_batched": True}
-    assert {key: getattr(gemm, key) for key in plain} == plain | wanted
+    assert dict(zip(FORMS, layouts(fused), strict=True)) == {
+        name: PLAIN | wanted for name, (_, _, wanted) in FORMS.items()
+    }
+    assert pipeline.count_kernels(planned) == len(FORMS)
     fused, planned, trace = run_passes(mod, "llvm", configs["llvm"])
-    assert pipeline.count_kernels(planned) == 1
+    assert pipeline.count_kernels(planned) == len(FORMS)
     assert {s.served_by for s in trace.coverage if pipeline.calls(planned, s.task)} == {
         "template:cpu_gemm"
     }
@@ -140,17 +158,7 @@ def test_one_kernel_with_what_follows(name, dtype) -> None:
 @pytest.mark.parametrize("part", range(3))
 def test_they_compute_what_torch_does(part) -> None:
     names = list(FORMS)[part::3]
-    shapes = [shape for name in names for shape in FORMS[name][1]]
-
-    def block(*args):
-        left, results = list(args), []
-        for name in names:
-            fn, own, _ = FORMS[name]
-            results.append(fn(*left[: len(own)]))
-            del left[: len(own)]
-        return tuple(results)
-
-    args = [values(*shape, seed=i) for i, shape in enumerate(shapes)]
+    block, args = together(names)
     lib = quick(block, *args)
     wanted = block(*(a.double() for a in args))
     for name, ours, exact in zip(names, lib(*args), wanted, strict=True):
@@ -226,19 +234,10 @@ def test_allow_tf32_is_for_float32_and_changes_nothing_on_llvm() -> None:
 def test_on_the_gpu_they_are_within_the_budget(part, dtype) -> None:
     """``build`` verifies each output against the error budget of its dtype, or of tf32."""
     names = [name for name in list(FORMS)[part::3] if "vector" not in name]
-    shapes = [shape for name in names for shape in FORMS[name][1]]
-
-    def many(*args):
-        left, results = list(args), []
-        for name in names:
-            fn, own, _ = FORMS[name]
-            results.append(torch.relu(fn(*left[: len(own)])))
-            del left[: len(own)]
-        return tuple(results)
-
+    many, args = together(names, torch.relu)
     tf32 = dtype == "tf32"
     kept = torch.float32 if tf32 else dtype
-    args = [values(*shape, seed=i).to(kept).cuda() for i, shape in enumerate(shapes)]
+    args = [a.to(kept).cuda() for a in args]
     lib = quick(many, *args, target="cuda", allow_tf32=tf32, verify=True)
     assert lib.manifest.verified
 

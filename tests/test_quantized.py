@@ -126,7 +126,8 @@ def test_half_precision_models_keep_their_dtype(tmp_path) -> None:
 def test_saved_ranges_give_the_same_library(tmp_path) -> None:
     model, x = Block(48), data(24, 48, seed=0)
     options = {"quantize": {"activations": "static", "smooth": 0.5, "method": "percentile"}}
-    lib = build(model, x, tmp_path, **options, calibration=samples(4, 64, 48), verify=True)
+    options["dynamic"] = None
+    lib = build(model, x, tmp_path, **options, calibration=samples(4, 24, 48), verify=True)
     assert lib.manifest.verified  # on values like these, and not on larger ones
     path = lib.ranges.save(tmp_path / "ranges.json")
     assert path.stat().st_size < 8192
@@ -175,24 +176,25 @@ def test_the_example_that_is_measured_on_is_part_of_the_build(tmp_path) -> None:
     rough[:, 3] *= 1000
     with torch.no_grad():
         model.up.weight[:, 3] *= 1e-4  # the others decide the result
-    lib = build(model, x, tmp_path, quantize={"budget_db": 28})
-    assert build(model, x.clone(), tmp_path, quantize={"budget_db": 28}).from_cache
+    limited = {"quantize": {"budget_db": 28}, "dynamic": None}
+    lib = build(model, x, tmp_path, **limited)
+    assert build(model, x.clone(), tmp_path, **limited).from_cache
     with pytest.raises(AccuracyError, match="OUTSIDE the budget of 28 dB"):
-        build(model, rough, tmp_path, quantize={"budget_db": 28})
+        build(model, rough, tmp_path, **limited)
     assert lib.accuracy.outputs[0].sqnr_db >= 28
-    held = {"quantize": "int8", "calibration": samples(2, 8, 48)}
+    held = {"quantize": "int8", "calibration": samples(2, 24, 48), "dynamic": None}
     assert not build(model, x, tmp_path, **held).from_cache
     assert build(model, rough, tmp_path, **held).from_cache  # not measured on the example
 
 
 def test_auto_keeps_out_what_misses_the_budget(tmp_path) -> None:
     model, x = Rough(), data(24, 64, seed=0)
-    options = {"scheme": "int8", "budget_db": 28, "auto": True}
-    lib = build(model, x, tmp_path, quantize=options)
+    options = {"quantize": {"scheme": "int8", "budget_db": 28, "auto": True}, "dynamic": None}
+    lib = build(model, x, tmp_path, **options)
     held = {a.name: a.scheme for a in lib.accuracy.layers}
     assert held == {"first.weight": "kept", "second.weight": "int8"}
     assert lib.ranges.kept == ("first.weight",) and kept_db(model, lib, x) >= 28
-    again = build(model, x, tmp_path, quantize=options, calibration=lib.ranges)
+    again = build(model, x, tmp_path, **options, calibration=lib.ranges)
     assert torch.equal(again(x), lib(x))
 
 

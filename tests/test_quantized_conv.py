@@ -74,7 +74,7 @@ def test_one_and_three_dimensions_and_16_bit_floats(tmp_path) -> None:
     ):
         model = Branches({"conv": conv}).to(torch.bfloat16 if i == 0 else torch.float32)
         x = data(*shape, seed=i).to(next(model.parameters()).dtype)
-        (got,) = build(model, x, tmp_path, quantize="int8")(x)
+        (got,) = build(model, x, tmp_path, quantize="int8", dynamic=None)(x)
         assert got.dtype == x.dtype and sqnr_db(model.float()(x.float())[0], got) >= 34
 
 

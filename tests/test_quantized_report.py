@@ -101,6 +101,7 @@ def test_the_report_from_a_shell(tmp_path, capsys, monkeypatch) -> None:
 
     page.unlink()
     capsys.readouterr()
+    build[3] = "x:f32[16,64]"
     missed = ["--quantize", '{"budget_db": 90}', "--accuracy", str(page)]
     assert main([*build, *missed]) == 1
     err = capsys.readouterr().err

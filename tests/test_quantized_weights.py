@@ -57,7 +57,7 @@ class Cross(nn.Module):
 @torch.no_grad()
 def test_layers_of_tied_and_split_weights_have_names(tmp_path) -> None:
     model, x = Tied(), data(16, 64, seed=1)
-    lib = build(model, x, tmp_path, quantize={"keep": ("both#2",)})
+    lib = build(model, x, tmp_path, quantize={"keep": ("both#2",)}, dynamic=None)
     holds = {a.name: a.scheme for a in lib.accuracy.layers}
     quantized = dict.fromkeys(("first.weight", "first.weight#2", "both"), "int8")
     assert holds == {**quantized, "both#2": "kept"}
@@ -68,16 +68,19 @@ def test_layers_of_equal_weights_have_names_of_their_own(tmp_path) -> None:
     """As those of an nn.TransformerEncoder, which copies its layer, before training."""
     first = nn.Linear(64, 64)
     model = nn.Sequential(first, nn.ReLU(), copy.deepcopy(first), nn.ReLU(), copy.deepcopy(first))
-    lib = build(model, data(16, 64, seed=1), tmp_path, quantize={"keep": ("2",)})
+    options = {"quantize": {"keep": ("2",)}, "dynamic": None}
+    lib = build(model, data(16, 64, seed=1), tmp_path, **options)
     holds = {a.name: a.scheme for a in lib.accuracy.layers}
     assert holds == {"0.weight": "int8", "2.weight": "kept", "4.weight": "int8"}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scheme", ["int8", "int8-weight-only"])
-def test_a_tied_weight_is_held_and_counted_once(scheme, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "dynamic"), [("int8", {0: {0: "B"}}), ("int8-weight-only", None)]
+)
+def test_a_tied_weight_is_held_and_counted_once(scheme, dynamic, tmp_path) -> None:
     model, x = Tied(), data(16, 64, seed=1)
-    lib = build(model, x, tmp_path, quantize=scheme)
+    lib = build(model, x, tmp_path, quantize=scheme, dynamic=dynamic)
     report, square, columns = lib.accuracy, 64 * 64, 4 * 64
     assert report.bytes_before == 4 * (square + 128 * 64)
     assert report.bytes_after == square + columns + 128 * (64 + 4)
@@ -104,7 +107,7 @@ def assert_packed_once(lib, size: int) -> None:
 @pytest.mark.parametrize("groups", [1, 8])
 def test_tied_convolutions_hold_one_weight(groups, tmp_path) -> None:
     model, x = Twice(groups), data(2, 32, 6, 7, seed=1)
-    lib = build(model, x, tmp_path, quantize="int8")
+    lib = build(model, x, tmp_path, quantize="int8", dynamic=None)
     bits = 32 * 32 * 9 // groups
     assert bits <= lib.accuracy.constants_after <= bits + 6 * 4 * 32 + 64
     assert lib.accuracy.bytes_after == bits + 4 * 32
@@ -114,7 +117,7 @@ def test_tied_convolutions_hold_one_weight(groups, tmp_path) -> None:
 @torch.no_grad()
 def test_the_projections_of_cross_attention_are_quantized(tmp_path) -> None:
     model, x = Cross(), data(3, 5, 32, seed=2)
-    lib = build(model, x, tmp_path, quantize="int8")
+    lib = build(model, x, tmp_path, quantize="int8", dynamic=None)
     assert {a.name: a.scheme for a in lib.accuracy.layers} == {
         "cross.in_proj_weight": "int8",
         "cross.in_proj_weight#2": "int8",

@@ -38,11 +38,11 @@ def test_the_benchmark_in_short(tmp_path):
     assert all(len(line) == len(head) for line in body) and body[1][4] == "1.0x"
 
 
-def test_the_soak_for_fifteen_seconds():
-    done = run("soak.py", *"--seconds 15 --clients 3 --swap-every 4".split())
+def test_the_soak_for_eight_seconds():
+    done = run("soak.py", *"--seconds 8 --clients 3 --swap-every 2".split())
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     report = json.loads(done.stdout)
-    assert report["killed"] >= 5 and report["swaps"] >= 1 and report["answered"] > 100
+    assert report["killed"] >= 4 and report["swaps"] >= 2 and report["answered"] > 100
 
 
 def report(**last):

@@ -55,10 +55,10 @@ def test_outputs_and_gradients_are_within_twice_eagers_error(case: str, trained:
 
 @pytest.mark.parametrize("case", ["block", "attention"])
 def test_gradients_in_16_bits_are_within_twice_eagers_error(case: str) -> None:
-    fn, args, dynamic = CASES[case]()
+    fn, args, _ = CASES[case]()
     fn = fn.bfloat16() if isinstance(fn, nn.Module) else fn
     args = tuple(a.detach().bfloat16().requires_grad_() for a in args)
-    tvmcap.verify(build(fn, args, dynamic), seed=torch.seed() % 1000).require()
+    tvmcap.verify(build(fn, args), seed=torch.seed() % 1000).require()
 
 
 class _TwoBiases(nn.Module):

@@ -45,7 +45,7 @@ def test_what_eager_saves_is_counted_without_parameters_on_any_device() -> None:
     assert training_memory.eager_saved(module.to("meta"), x.detach().to("meta")) == bytes_saved
 
 
-SHAPE = (3, 32, 16)
+SHAPE = (2, 32, 16)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_memory_never_rises_as_the_budget_falls(libraries: Path) -> None:
         found = [r[name] for r in rows]
         assert found == sorted(found, reverse=True)
     activation = 16 * 32 * 2
-    assert rows[0]["saved_bytes"] == rows[0]["eager_saved_bytes"] == 5 * activation
-    assert rows[1]["saved_bytes"] == 3 * activation
+    assert rows[0]["saved_bytes"] == rows[0]["eager_saved_bytes"] == 3 * activation
+    assert rows[1]["saved_bytes"] == 2 * activation
     assert len(list(libraries.glob("*.so"))) == len({r["library"] for r in rows}) < len(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from dataclasses import dataclass, field
@@ -31,16 +32,17 @@ class Case:
     outs: tuple[str, ...] = ()
     sizes: tuple[dict[str, int], ...] = ()
 
+    @functools.cached_property
     def func(self) -> Any:
-        """Return the fused PrimFunc."""
+        """The fused PrimFunc."""
         return two_outputs(self.outs, **self.shape) if self.outs else product(**self.shape)
 
+    @functools.cached_property
     def lowered(self) -> Any:
-        """Return the kernel; the setting must be one that fits."""
-        func = self.func()
-        gemm = hopper.match(func, TARGET)
+        """The kernel; the setting must be one that fits."""
+        gemm = hopper.match(self.func, TARGET)
         assert gemm is not None and hopper.fits(gemm, self.knobs), self
-        kernel = hopper.lower(func, gemm, self.knobs, TARGET)
+        kernel = hopper.lower(self.func, gemm, self.knobs, TARGET)
         return kernel.with_attr("global_symbol", self.name)
 
 
@@ -64,7 +66,7 @@ def two_outputs(outs: tuple[str, ...], n: int, k: int, dtype: str = "bfloat16") 
 
 def compiled(cases: list[Case]) -> Any:
     """Compile all cases to one module; its CUDA source goes through nvcc when it is exported."""
-    kernels = {case.name: case.lowered() for case in cases}
+    kernels = {case.name: case.lowered for case in cases}
     with TARGET:
         return tvm.compile(tvm.IRModule(kernels), target=TARGET, tir_pipeline=tir_pipeline.TIRX)
 

@@ -136,7 +136,7 @@ def numbers() -> list[Case]:
         second = "float16" if tma else "float32"
         shape = {"n": 264, "k": 520, "dtype": "float16"}
         case = Case(f"outputs_{i}", Knobs(), shape, ("float16", second), ROWS)
-        gemm = hopper.match(case.func(), TARGET)
+        gemm = hopper.match(case.func, TARGET)
         knobs = choose(rng, gemm, groups, of_groups(groups, rng), **fixed)
         cases.append(Case(case.name, knobs, shape, case.outs, ROWS))
     return cases

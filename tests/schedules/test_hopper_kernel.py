@@ -97,7 +97,7 @@ def test_instructions_cover_the_tile(source, name) -> None:
     knobs = one.knobs
     if knobs.swapped:
         pytest.skip("another kernel")
-    gemm = hopper.match(one.func(), TARGET)
+    gemm = hopper.match(one.func, TARGET)
     p = plan(gemm, knobs)
     kind, item = OPERANDS[str(gemm.a.dtype)]
     flags = "" if item == 4 else f"_{int(gemm.a_layout == 'km')}_{int(gemm.layout == 'kn')}"
@@ -124,9 +124,8 @@ def test_messages_of_a_cluster_count_their_bytes(source) -> None:
 @NAMES
 def test_parameters_and_launch(name) -> None:
     one = BY_NAME[name]
-    knobs, func = one.knobs, one.func()
-    kernel = hopper.lower(func, hopper.match(func, TARGET), knobs, TARGET)
-    assert kernel.attrs["tirx.is_scheduled"] and list(kernel.params) == list(func.params)
+    knobs, kernel = one.knobs, one.lowered
+    assert kernel.attrs["tirx.is_scheduled"] and list(kernel.params) == list(one.func.params)
     launch = [str(tag) for tag in kernel.attrs["tirx.kernel_launch_params"]]
     assert ("tirx.use_programtic_dependent_launch" in launch) == knobs.dependent
     clustered = knobs.cluster_m * knobs.cluster_n * knobs.split > 1

@@ -21,7 +21,7 @@ from tvm.script import tirx as T
 from tvmcap.base import codegen
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.features import copy_func
-from tvmcap.kernel.vectors import VECTOR, Result, Vector, move, written
+from tvmcap.kernel.vectors import FLOATS, VECTOR, Result, Vector, move, written
 from tvmcap.schedules.gpu_epilogue import flatten, offset
 from tvmcap.schedules.row_math import put
 
@@ -30,7 +30,6 @@ Buffer = Any
 
 THREADS, DEPTH = 256, 2
 """Threads of a block, and vectors of a thread."""
-_FLOATS = ("float32", "float16", "bfloat16")
 #: Functions that are written the same way for a vector's element.
 _CALLS = frozenset(
     f"tirx.{name}" for name in "exp tanh sigmoid erf sqrt rsqrt log fabs floor ceil".split()
@@ -59,7 +58,7 @@ class Elementwise:
         moves = [i for i in lead if not isinstance(i, tirx.Var | tirx.IntImm)]
         extent = load.source.shape[-1] if load.source.shape else None
         return (
-            str(load.source.dtype) in _FLOATS
+            str(load.source.dtype) in FLOATS
             and last is not None
             and last.same_as(self.axes[-1])
             and not moves
@@ -115,7 +114,7 @@ def _fits(found: Elementwise) -> bool:
     if not shape or not isinstance(shape[-1], tirx.IntImm) or int(shape[-1]) % VECTOR:
         return False
     for buffer, _ in found.outputs:
-        if str(buffer.dtype) not in _FLOATS or not ep.same_all(buffer.shape, shape):
+        if str(buffer.dtype) not in FLOATS or not ep.same_all(buffer.shape, shape):
             return False
     values = [value for _, value in found.outputs]
     calls, loads = _parts(values, tvm.ir.Call), _parts(values, tvm.ir.TensorLoad)

@@ -9,7 +9,7 @@ import tvm
 import tvm_ffi
 
 from tvmcap.kernel import epilogue as ep
-from tvmcap.kernel.vectors import VECTOR
+from tvmcap.kernel.vectors import FLOATS, VECTOR
 from tvmcap.schedules.hopper_plan import SM_COUNT
 from tvmcap.schedules.row_plan import WARP, itemsize
 
@@ -56,16 +56,12 @@ class Sums:
         def see(load: Any) -> None:
             buffer, point = load.source, [self.row, self.column]
             if len(load.indices) == 2 and ep.same_all(load.indices, point):
-                if buffer not in written and _is_floating(buffer):
+                if buffer not in written and str(buffer.dtype) in FLOATS:
                     found[buffer] = None
 
         for _, value in (*self.matrices, self.total):
             tvm_ffi.structural_walk(value, (tvm.ir.TensorLoad, see))
         return list(found)
-
-
-def _is_floating(buffer: Buffer) -> bool:
-    return str(buffer.dtype) in ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)

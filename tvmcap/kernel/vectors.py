@@ -19,7 +19,9 @@ VECTOR = 8
 """Neighbouring elements of a thread: 16 bytes of 16-bit values."""
 BYTES = 16
 """What one instruction moves at most."""
-_HALF = ("float16", "bfloat16")
+FLOATS = ("float32", "float16", "bfloat16")
+"""Dtypes of which there are vectors."""
+_HALF = FLOATS[1:]
 # what is written as a vector of a local array leaves in words of its own otherwise
 _STORE = (
     "__forceinline__ __device__ void tvmcap_store16("
