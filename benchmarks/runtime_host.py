@@ -250,6 +250,8 @@ def main() -> None:
     if device == "cpu":
         torch.set_num_threads(1)
     importlib.import_module("torch._dynamo").config.cache_size_limit = 64
+    # else processes that compile for torch.compile start up while calls are timed
+    importlib.import_module("torch._inductor.config").compile_threads = 1
     rows = load_times(path, kind, options.runs)
     rows += host_times(modes(path, device), device, options.calls)
     counts = {"calls": options.calls, "long": options.long}
