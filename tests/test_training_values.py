@@ -97,6 +97,15 @@ def _sums_of_none(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + (none + x[:0].softmax(0).sum(0)) * y + y[:, :0].prod(1, keepdim=True)
 
 
+def _hidden(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Attend to what masks leave, which are made with infinity, as causal and padding masks are."""
+    causal = torch.full((3, 3), float("-inf")).triu(1)
+    padding = torch.tensor([False, False, True])
+    scores = (x @ y.t() + causal).masked_fill(padding, float("-inf"))
+    gone = torch.where(x > y, x, torch.full_like(x, float("nan"))).nan_to_num(0.5)
+    return scores.softmax(1) @ y + gone + x.masked_fill(y > 0, -2.0)
+
+
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     "constants": _constants,
     "changed in place": _changed,
@@ -107,6 +116,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "truth values": _truths,
     "two dtypes": _two_dtypes,
     "moved": _moved,
+    "masks of infinity": _hidden,
     "attention of none": _attention_of_none,
     "its input": lambda x, y: x,
     "a gradient that is its input": lambda x, y: x + y,

@@ -6,9 +6,11 @@ torch proved ``S``: a later pass then runs without end, or finds no kernel.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 from tvm import relax, tirx
 
@@ -139,6 +141,16 @@ def _scatter_steps(node: fx.Node, importer: Any, where: tuple[Any, int, int]) ->
     return emit(importer, relax.op.where(hit, picked, x))
 
 
+def _filled(node: fx.Node, importer: Any) -> Any:
+    """Fill a tensor with a number; TVM has no kernel that fills with infinity or nan."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    number = next(v for k, v in arguments_of(node, importer).items() if k in ("fill_value", "value"))
+    if not isinstance(number, float) or math.isfinite(number):
+        return importer.convert_map[node.target.__name__](node)
+    value = relax.const(number, out_dtype(node))
+    return emit(importer, relax.op.broadcast_to(value, shape_of(node, importer)))
+
+
 SIZES: dict[str, Converter] = {
     "slice.Tensor": _slice,
     "select.int": _select,
@@ -146,4 +158,5 @@ SIZES: dict[str, Converter] = {
     "repeat.default": _repeat,
     "slice_scatter.default": _slice_scatter,
     "arange.start_step": _arange,
+    **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), _filled),
 }
