@@ -144,7 +144,8 @@ def _scatter_steps(node: fx.Node, importer: Any, where: tuple[Any, int, int]) ->
 def _filled(node: fx.Node, importer: Any) -> Any:
     """Fill a tensor with a number; TVM has no kernel that fills with infinity or nan."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    number = next(v for k, v in arguments_of(node, importer).items() if k in ("fill_value", "value"))
+    a = arguments_of(node, importer)
+    number = a.get("fill_value", a.get("value"))
     if not isinstance(number, float) or math.isfinite(number):
         return importer.convert_map[node.target.__name__](node)
     value = relax.const(number, out_dtype(node))
