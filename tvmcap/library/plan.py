@@ -137,10 +137,11 @@ def _viewed(mod: tvm.IRModule, value: Any) -> Any:
     sizes = [n for out in _fields(value.ty_args[0]) for n in out.shape]
     if any(isinstance(n, tirx.IntImm) and n.value == 0 for n in sizes):
         return None
-    if not Analyzer().can_prove_equal(_product(sizes), _product(source.ty.shape)):
-        return None
     reshapes = attrs.get("tvmcap.reshape", False) or relax.analysis.has_reshape_pattern(func)
-    return source if reshapes else None
+    if not reshapes:
+        return None
+    is_whole = Analyzer().can_prove_equal(_product(sizes), _product(source.ty.shape))
+    return source if is_whole else None
 
 
 def _product(sizes: Iterable[Any]) -> Any:
