@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tvmcap
 
@@ -207,3 +209,29 @@ def test_products_of_a_dynamic_size_that_is_zero(backward: bool, tmp_path: Path)
             results.append([*(v.detach() for v in values), *found])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class _Checkpointed(nn.Module):
+    """A layer with dropout whose inside is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.inside, x, use_reentrant=False)
+        return x + y
+
+
+def test_a_module_with_checkpoints_is_built_and_verified(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module, x, found = _Checkpointed(), torch.randn(3, 4), []
+    options: dict[str, Any] = {"tune": "none", "cache_dir": str(tmp_path)}
+    lib = tvmcap.build(module, (x,), backward=True, target="llvm", **options)
+    assert lib.manifest.verified
+    for fn in (lib, module):
+        torch.manual_seed(6)
+        y = fn(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
