@@ -235,3 +235,30 @@ def test_a_module_with_checkpoints_is_built_and_verified(tmp_path: Path) -> None
         found.append([y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_of_any_batch(tmp_path: Path) -> None:
+    """PyTorch chooses another kernel from 16 images on, which a library has nothing to do with."""
+    torch.manual_seed(5)
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(2), nn.Conv1d(4, 3, 2)
+    )
+    options: dict[str, Any] = {"tune": "none", "verify": False, "cache_dir": str(tmp_path)}
+    lib = tvmcap.build(
+        module,
+        (torch.randn(3, 2, 4, 4),),
+        backward=True,
+        target="llvm",
+        dynamic={0: {0: "B"}},
+        **options,
+    )
+    for count in (1, 3, 20):
+        x = torch.randn(count, 2, 4, 4)
+        for ours, theirs in zip(
+            *(
+                [y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))]
+                for y in (lib(x), module(x))
+            ),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

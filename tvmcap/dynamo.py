@@ -80,7 +80,7 @@ def backend(
     on_gpu = any(t.device.type == "cuda" for t in tensors)
     # on a GPU attention stays with PyTorch's fused kernels, which have no lowering
     attention = contextlib.nullcontext() if on_gpu else sdpa_kernel(SDPBackend.MATH)
-    with attention, recurrent.written_out():
+    with attention, recurrent.Layers():
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
 

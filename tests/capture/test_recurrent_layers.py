@@ -44,7 +44,7 @@ def test_one_by_one_they_are_what_they_are_together(
     layers = cls(4, 3, 3, dropout=0.5, batch_first=batch_first, **options)
     x = torch.randn(2, 5, 4)
     wanted = results(layers, layers.parameters(), x)
-    with recurrent.written_out():
+    with recurrent.Layers():
         found = results(layers, layers.parameters(), x)
     torch.testing.assert_close(found, wanted)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,35 +11,32 @@ from torch.overrides import TorchFunctionMode
 _NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-@contextlib.contextmanager
-def written_out() -> Iterator[None]:
-    """Trace recurrent layers one by one, with dropout between them, as operators with a lowering.
+class Layers(TorchFunctionMode):  # type: ignore[misc]
+    """Traces recurrent layers as operators with a lowering, and dropout between them as eager has.
 
-    On a CPU the operator of a layer whose input needs no gradient would be oneDNN's, which has
-    none.
+    On a CPU the operator of a layer whose input needs no gradient would be oneDNN's. That is off
+    for these calls alone: what convolutions require of sizes depends on it.
     """
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    try:
-        with _Layers():
-            yield
-    finally:
-        torch.backends.mkldnn.enabled = before
-
-
-class _Layers(TorchFunctionMode):  # type: ignore[misc]
-    """Calls each layer of a stack with dropout on its own."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run a call, which sees no mode; one of a stack of layers that drops, layer by layer."""
-        if getattr(func, "__name__", "") in _NAMES and not kwargs and len(args) == 9:
-            weights, (layers, dropout, train) = args[2], args[4:7]
-            is_padded = isinstance(weights, tuple | list)  # else a packed sequence
-            if is_padded and layers > 1 and dropout > 0 and train:
+        if getattr(func, "__name__", "") not in _NAMES:
+            return func(*args, **(kwargs or {}))
+        before = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False
+        try:
+            if not kwargs and len(args) == 9 and _drops(*args[2:7]):
                 return _in_turn(func, *args)
-        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.backends.mkldnn.enabled = before
+
+
+def _drops(weights: Any, has_biases: bool, layers: int, dropout: float, train: bool) -> bool:
+    """Whether these are the arguments of a stack with dropout, and not of a packed sequence."""
+    return isinstance(weights, tuple | list) and layers > 1 and dropout > 0 and train
 
 
 def _in_turn(
