@@ -141,6 +141,11 @@ def _scatter_steps(node: fx.Node, importer: Any, where: tuple[Any, int, int]) ->
     return emit(importer, relax.op.where(hit, picked, x))
 
 
+def _scalar(node: fx.Node, importer: Any) -> Any:
+    """Make a tensor of a number, which may be a size."""
+    return operand(importer, importer.retrieve_args(node)[0], out_dtype(node))
+
+
 def _filled(node: fx.Node, importer: Any) -> Any:
     """Fill a tensor with a number; TVM has no kernel that fills with infinity or nan."""
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -159,5 +164,6 @@ SIZES: dict[str, Converter] = {
     "repeat.default": _repeat,
     "slice_scatter.default": _slice_scatter,
     "arange.start_step": _arange,
+    "scalar_tensor.default": _scalar,
     **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), _filled),
 }
