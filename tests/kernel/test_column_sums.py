@@ -16,10 +16,11 @@ from tests.schedules.products import source_of
 from tvmcap.base import codegen
 from tvmcap.graph import fuse
 from tvmcap.graph.group import Graph, fused
-from tvmcap.kernel import column_sums, fallback, sums_kernel
-from tvmcap.kernel.sums import cluster_of
+from tvmcap.kernel import column_sums, fallback
+from tvmcap.kernel.sums import layout
 
 CUDA = codegen.make_target({"kind": "cuda", "arch": "sm_90a"})
+SHARED = codegen.SHARED_MEMORY["sm_90a"]
 
 
 def sum_of(
@@ -58,23 +59,44 @@ def test_it_is_one_kernel_that_copies_ahead_in_whole_vectors(work: bool, arch: s
 
 
 @pytest.mark.parametrize(
-    ("width", "blocks"), [(32, 8), (64, 8), (96, 8), (4096, 8), (8192, 4), (16384, 2), (65536, 1)]
+    ("width", "blocks"), [(32, 8), (64, 8), (96, 8), (2048, 4), (4096, 2), (8192, 1), (65536, 1)]
 )
 def test_blocks_part_the_rows_until_they_fill_the_card(width: int, blocks: int) -> None:
     sums = column_sums.read(sum_of(width))
     assert sums is not None
-    assert cluster_of(sums, True) == blocks
-    assert cluster_of(sums, False) == 1
+    assert layout(sums, 90, SHARED).cluster == blocks
+    assert layout(sums, 80, SHARED).cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shared", "found"),
+    [
+        ("bfloat16", SHARED, (1024, 3)),  # 32 bytes a row: of x and of h
+        ("float32", SHARED, (1024, 2)),
+        ("bfloat16", 101376, (512, 3)),
+        ("float32", 101376, (256, 3)),
+        ("float32", 49152, (256, 1)),
+        ("float32", 16384, (256, 0)),
+    ],
+)
+def test_shared_memory_bounds_what_is_under_way(
+    dtype: str, shared: int, found: tuple[int, int]
+) -> None:
+    sums = column_sums.read(sum_of(4096, dtype))
+    assert sums is not None
+    chosen = layout(sums, 90, shared)
+    assert (chosen.threads, chosen.ahead) == found
+    assert layout(sums, 75, shared).ahead == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_as_many_blocks_are_resident_as_the_kernel_says(dtype: str, tmp_path: Any) -> None:
-    """Shared memory and registers leave room for them; nothing spills."""
+def test_a_block_has_room_for_what_the_kernel_takes(dtype: str, tmp_path: Any) -> None:
+    """Shared memory and registers suffice; nothing spills."""
     func, _ = fallback.schedule(sum_of(4096, dtype), CUDA)
     found, _ = resources(source_of(func, CUDA), tmp_path)
     [used] = found.values()
     assert used.spilled == 0
-    assert used.registers * sums_kernel.THREADS * sums_kernel.RESIDENT <= 65536
+    assert used.registers * 1024 <= 65536
 
 
 def test_it_is_read_as_what_it_computes() -> None:

@@ -17,7 +17,7 @@ from tvmcap.base import codegen
 from tvmcap.graph.columns import summed_matrix
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.features import copy_func
-from tvmcap.kernel.sums import Sums
+from tvmcap.kernel.sums import Sums, layout
 from tvmcap.kernel.sums_kernel import sums_kernel
 from tvmcap.schedules.row_math import put
 
@@ -49,7 +49,9 @@ def scheduled(func: tirx.PrimFunc, target: Any) -> tirx.PrimFunc | None:
     found = read(func) if target.kind.name == "cuda" else None
     if found is None:
         return None
-    return sums_kernel(found, codegen.compute_capability(target))
+    capability = codegen.compute_capability(target)
+    shared = int(target.attrs["max_shared_memory_per_block"])
+    return sums_kernel(found, layout(found, capability, shared), capability)
 
 
 def read(func: tirx.PrimFunc) -> Sums | None:

@@ -21,7 +21,7 @@ from tvm.script import tirx as T
 from tvmcap.base import codegen
 from tvmcap.kernel import epilogue as ep
 from tvmcap.kernel.features import copy_func
-from tvmcap.kernel.vectors import VECTOR, Result, move, registers, written
+from tvmcap.kernel.vectors import FLOATS, VECTOR, Result, Vector, move, written
 from tvmcap.schedules.gpu_epilogue import flatten, offset
 from tvmcap.schedules.row_math import put
 
@@ -30,7 +30,6 @@ Buffer = Any
 
 THREADS, DEPTH = 256, 2
 """Threads of a block, and vectors of a thread."""
-_FLOATS = ("float32", "float16", "bfloat16")
 #: Functions that are written the same way for a vector's element.
 _CALLS = frozenset(
     f"tirx.{name}" for name in "exp tanh sigmoid erf sqrt rsqrt log fabs floor ceil".split()
@@ -59,7 +58,7 @@ class Elementwise:
         moves = [i for i in lead if not isinstance(i, tirx.Var | tirx.IntImm)]
         extent = load.source.shape[-1] if load.source.shape else None
         return (
-            str(load.source.dtype) in _FLOATS
+            str(load.source.dtype) in FLOATS
             and last is not None
             and last.same_as(self.axes[-1])
             and not moves
@@ -115,7 +114,7 @@ def _fits(found: Elementwise) -> bool:
     if not shape or not isinstance(shape[-1], tirx.IntImm) or int(shape[-1]) % VECTOR:
         return False
     for buffer, _ in found.outputs:
-        if str(buffer.dtype) not in _FLOATS or not ep.same_all(buffer.shape, shape):
+        if str(buffer.dtype) not in FLOATS or not ep.same_all(buffer.shape, shape):
             return False
     values = [value for _, value in found.outputs]
     calls, loads = _parts(values, tvm.ir.Call), _parts(values, tvm.ir.TensorLoad)
@@ -171,7 +170,7 @@ class _Writer:
     """Writes one kernel into the function that is being built."""
 
     def __init__(self, e: Elementwise, capability: int) -> None:
-        self.e, self.capability = e, capability
+        self.e, self.pairs, self.early = e, capability >= 80, capability >= 90
         self.columns = int(e.shape[-1])
         lead = reduce(mul, e.shape[:-1], tirx.IntImm("int64", 1))
         self.count = lead * (self.columns // VECTOR)
@@ -192,15 +191,14 @@ class _Writer:
             homes = [self._read(point) for point in points]
             for place, point, home in zip(places, points, homes, strict=True):
                 results = [
-                    (Result(b, self.flat[b], self.capability >= 80), value, b)
-                    for b, value in e.outputs
+                    (Result(b, self.flat[b], self.pairs), value, b) for b, value in e.outputs
                 ]
                 for result, value, buffer in results:
                     result.compute(partial(self._at, value, buffer, point, home))
                 with T.If(place < self.count), T.Then():
                     for result, _, _ in results:
                         result.write(place * VECTOR)
-        if self.capability >= 90:  # the next kernel may start, and waits for what is written
+        if self.early:  # the next kernel may start, and waits for what is written
             T.evaluate(T.ptx.griddepcontrol.launch_dependents())
 
     def _point(self, place: Expr) -> dict[Any, Expr]:
@@ -213,28 +211,34 @@ class _Writer:
             row = tirx.floordiv(row, extent)
         return {axes[0][0]: row, **found}
 
-    def _read(self, point: dict[Any, Expr]) -> list[Buffer]:
+    def _read(self, point: dict[Any, Expr]) -> list[Vector]:
         """Read the vectors of a point."""
         homes = []
         for load in self.loads:
-            homes.append(registers(load.source))
+            homes.append(Vector(load.source, self.pairs))
             where = offset(load.source, [put(i, point) for i in load.indices])
-            move(homes[-1], 0, self.flat[load.source], where)
+            move(homes[-1].values, 0, self.flat[load.source], where)
         return homes
 
     def _at(
-        self, value: Expr, target: Buffer, point: dict[Any, Expr], homes: list[Buffer], i: Any
+        self,
+        value: Expr,
+        target: Buffer,
+        point: dict[Any, Expr],
+        homes: list[Vector],
+        pair: Any,
+        c: int,
     ) -> Expr:
-        """Return an expression at an element of a vector."""
+        """Return an expression at element ``2 * pair + c`` of a vector."""
 
         def load(node: Any) -> Any:
             for known, home in zip(self.loads, homes, strict=True):
                 if ep.same(node, known):
-                    return home[i]
+                    return home.at(pair, c)
             where = offset(node.source, list(node.indices))
             return tirx.BufferLoad(self.flat[node.source], [where])
 
         last = self.e.axes[-1]
-        here = {**point, last: point[last] + T.Cast("int64", i)}
+        here = {**point, last: point[last] + T.Cast("int64", pair * 2 + c)}
         value = tvm_ffi.structural_map(value, (tvm.ir.TensorLoad, load))
         return written(put(value, here), target)

@@ -9,10 +9,15 @@ import tvm
 import tvm_ffi
 
 from tvmcap.kernel import epilogue as ep
+from tvmcap.kernel.vectors import FLOATS, VECTOR
 from tvmcap.schedules.hopper_plan import SM_COUNT
+from tvmcap.schedules.row_plan import WARP, itemsize
 
 Expr = Any
 Buffer = Any
+
+_THREADS = (1024, 512, 256)
+_AHEAD, _LEAST_AHEAD = 3, 2  # measured on an H200: more gains nothing, less takes longer
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Sums:
         def see(load: Any) -> None:
             buffer, point = load.source, [self.row, self.column]
             if len(load.indices) == 2 and ep.same_all(load.indices, point):
-                if buffer not in written and _is_floating(buffer):
+                if buffer not in written and str(buffer.dtype) in FLOATS:
                     found[buffer] = None
 
         for _, value in (*self.matrices, self.total):
@@ -59,11 +64,45 @@ class Sums:
         return list(found)
 
 
-def _is_floating(buffer: Buffer) -> bool:
-    return str(buffer.dtype) in ("float32", "float16", "bfloat16")
+@dataclass(frozen=True)
+class Layout:
+    """How a kernel of sums is laid out on a card.
+
+    Attributes
+    ----------
+    cluster: blocks that part the rows between them.
+    threads: of a block, one of which has a multiprocessor to itself.
+    ahead: rows that a thread has under way beside the one that it computes; 0: it reads them as it
+        needs them.
+    """
+
+    cluster: int
+    threads: int
+    ahead: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.threads // WARP
+
+    def reserved(self, width: int) -> int:
+        """Return the bytes of shared memory in which warps and blocks of a cluster meet."""
+        return (self.warps + self.cluster - 1) * width * 4 + 16
 
 
-def cluster_of(s: Sums, clusters: bool) -> int:
-    """Blocks that part the rows between them: as many as fill the card with all columns."""
+def layout(s: Sums, capability: int, shared_bytes: int) -> Layout:
+    """Choose the layout for a compute capability, 90 for sm_90, and a block's shared memory.
+
+    As few and large blocks as fill the card: clusters of two take less time than clusters of eight.
+    Shared memory bounds what is under way.
+    """
     blocks = s.columns // s.width
-    return max(c for c in (1, 2, 4, 8) if c == 1 or (clusters and c * blocks <= 4 * SM_COUNT))
+    fits = (c for c in (2, 4, 8) if capability >= 90 and c * blocks <= SM_COUNT)
+    cluster, row = max((1, *fits)), sum(itemsize(b) * VECTOR for b in s.read())
+    found = Layout(cluster, _THREADS[-1], 0)
+    for threads in _THREADS if capability >= 80 and row else ():
+        room = shared_bytes - Layout(cluster, threads, 0).reserved(s.width)
+        ahead = min(_AHEAD, room // (threads * row) - 1)
+        if ahead >= (_LEAST_AHEAD if threads > _THREADS[-1] else 1):
+            return Layout(cluster, threads, ahead)
+    return found

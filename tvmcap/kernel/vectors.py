@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmcap.kernel.slopes import shortened
 from tvmcap.schedules.gpu_math import legal, quick
 from tvmcap.schedules.hopper_epilogue import pack
 from tvmcap.schedules.row_plan import itemsize
@@ -18,7 +19,9 @@ VECTOR = 8
 """Neighbouring elements of a thread: 16 bytes of 16-bit values."""
 BYTES = 16
 """What one instruction moves at most."""
-_HALF = ("float16", "bfloat16")
+FLOATS = ("float32", "float16", "bfloat16")
+"""Dtypes of which there are vectors."""
+_HALF = FLOATS[1:]
 # what is written as a vector of a local array leaves in words of its own otherwise
 _STORE = (
     "__forceinline__ __device__ void tvmcap_store16("
@@ -26,11 +29,6 @@ _STORE = (
     '{ asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"'
     ' :: "l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }'
 )
-
-
-def registers(buffer: Buffer) -> Buffer:
-    """Return registers for a vector of a buffer's elements."""
-    return T.alloc_buffer((VECTOR,), str(buffer.dtype), scope="local")
 
 
 def move(to: Buffer, to_at: Expr, source: Buffer, at: Expr) -> None:
@@ -41,41 +39,60 @@ def move(to: Buffer, to_at: Expr, source: Buffer, at: Expr) -> None:
             T.buffer_store(to, source[at + (part + i)], [to_at + (part + i)])
 
 
-class Result:
-    """A vector of an output: computed to registers, then written.
+class Vector:
+    """Registers for a vector of a buffer's elements, of 16 or 32 bits.
 
-    ``packs``: two 16-bit values are rounded to one word; TVM rewrites bfloat16 for targets before
-    sm_80, where they cannot be.
+    ``pairs``: two 16-bit values are one word; TVM rewrites bfloat16 for targets before sm_80, where
+    they cannot be.
     """
 
-    def __init__(self, buffer: Buffer, flat: Buffer, packs: bool) -> None:
-        self.values, self.flat, self.dtype = registers(buffer), flat, str(buffer.dtype)
+    def __init__(self, buffer: Buffer, pairs: bool) -> None:
+        self.dtype, item = str(buffer.dtype), itemsize(buffer)
+        self.values = T.alloc_buffer((VECTOR,), self.dtype, scope="local")
         self.words: Any = None
-        if packs and self.dtype in _HALF:
-            words = (VECTOR // 2,)
-            self.words = T.decl_buffer(words, "uint32", data=self.values.data, scope="local")
+        if pairs or item == 4:
+            count = (VECTOR * item // 4,)
+            self.words = T.decl_buffer(count, "uint32", data=self.values.data, scope="local")
 
-    def compute(self, value: Callable[[Any], Expr]) -> None:
-        """Compute ``value(i)`` for every element."""
-        if self.words is None:
-            with T.unroll(VECTOR) as i:
-                T.buffer_store(self.values, value(i), [i])
-            return
+    def at(self, pair: Any, c: int) -> Expr:
+        """Return element ``2 * pair + c``."""
+        if self.words is None or self.dtype != "bfloat16":
+            return self.values[pair * 2 + c]
+        word = self.words[pair]  # the upper half of a float32 is its bfloat16
+        bits = T.bitwise_and(word, T.uint32(0xFFFF0000)) if c else word << T.uint32(16)
+        return T.Cast("bfloat16", T.reinterpret("float32", bits))
+
+
+class Result(Vector):
+    """A vector of an output: computed to registers, then written."""
+
+    def __init__(self, buffer: Buffer, flat: Buffer, pairs: bool) -> None:
+        super().__init__(buffer, pairs)
+        self.flat = flat
+
+    def compute(self, value: Callable[[Any, int], Expr]) -> None:
+        """Compute ``value(pair, c)`` for every element ``2 * pair + c``."""
+        packs = self.words is not None and self.dtype in _HALF
         with T.unroll(VECTOR // 2) as i:
-            word = pack(self.dtype, value(i * 2), value(i * 2 + 1))
-            T.buffer_store(self.words, word, [i])
+            if packs:
+                T.buffer_store(self.words, pack(self.dtype, value(i, 0), value(i, 1)), [i])
+                return
+            for c in range(2):
+                T.buffer_store(self.values, value(i, c), [i * 2 + c])
 
     def write(self, start: Expr) -> None:
         """Write them from element ``start`` of the output on."""
         if self.words is None:
             move(self.flat, start, self.values, 0)
             return
-        words = [self.words[i] for i in range(VECTOR // 2)]
-        to = self.flat.ptr_to([start])
-        T.evaluate(T.cuda.func_call("tvmcap_store16", to, *words, source_code=_STORE))
+        lanes = BYTES // itemsize(self.flat)
+        for part in range(VECTOR // lanes):
+            words = [self.words[part * 4 + i] for i in range(4)]
+            to = self.flat.ptr_to([start + part * lanes])
+            T.evaluate(T.cuda.func_call("tvmcap_store16", to, *words, source_code=_STORE))
 
 
 def written(value: Expr, target: Buffer) -> Expr:
     """Write an expression in what TIRx lowers; in quick forms where it is stored in 16 bits."""
     value = legal(value)
-    return quick(value) if str(target.dtype) in _HALF else value
+    return quick(shortened(value)) if str(target.dtype) in _HALF else value
