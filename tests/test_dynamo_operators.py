@@ -122,6 +122,22 @@ def test_a_number_that_varies_is_an_argument_of_the_graph(dtype: torch.dtype, ca
     assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
 
 
+def test_losses_and_sums_of_no_elements_of_any_batch_are_compiled(caplog: Any) -> None:
+    """Gradients of means divide by a size; sums of no elements are made while compiling."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        none = x[:, :0].sum() + x[:0].new_ones(2, 3).mean()
+        return F.mse_loss(x, x.detach() * 2) + F.smooth_l1_loss(x.cos(), x) + none
+
+    call = compiled(fn)
+    for rows in (3, 5, 8):
+        x = torch.randn(rows, 4, requires_grad=True)
+        found = [(y, *torch.autograd.grad(y, x)) for y in (f(x) for f in (call, fn))]
+        for ours, eager in zip(*found, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
+    assert not [r for r in caplog.records if "stays with PyTorch" in r.getMessage()]
+
+
 def test_a_rounding_is_not_simplified_away() -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x + 12582912.0) - 12582912.0, torch.log1p(x * 1e-3)

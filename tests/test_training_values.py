@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tvmcap
 
@@ -97,6 +99,15 @@ def _sums_of_none(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + (none + x[:0].softmax(0).sum(0)) * y + y[:, :0].prod(1, keepdim=True)
 
 
+def _hidden(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Attend to what masks leave, which are made with infinity, as causal and padding masks are."""
+    causal = torch.full((3, 3), float("-inf")).triu(1)
+    padding = torch.tensor([False, False, True])
+    scores = (x @ y.t() + causal).masked_fill(padding, float("-inf"))
+    gone = torch.where(x > y, x, torch.full_like(x, float("nan"))).nan_to_num(0.5)
+    return scores.softmax(1) @ y + gone + x.masked_fill(y > 0, -2.0)
+
+
 CASES: dict[str, Callable[[Any, Any], Any]] = {
     "constants": _constants,
     "changed in place": _changed,
@@ -107,6 +118,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
     "truth values": _truths,
     "two dtypes": _two_dtypes,
     "moved": _moved,
+    "masks of infinity": _hidden,
     "attention of none": _attention_of_none,
     "its input": lambda x, y: x,
     "a gradient that is its input": lambda x, y: x + y,
@@ -197,3 +209,56 @@ def test_products_of_a_dynamic_size_that_is_zero(backward: bool, tmp_path: Path)
             results.append([*(v.detach() for v in values), *found])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class _Checkpointed(nn.Module):
+    """A layer with dropout whose inside is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.inside, x, use_reentrant=False)
+        return x + y
+
+
+def test_a_module_with_checkpoints_is_built_and_verified(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    module, x, found = _Checkpointed(), torch.randn(3, 4), []
+    options: dict[str, Any] = {"tune": "none", "cache_dir": str(tmp_path)}
+    lib = tvmcap.build(module, (x,), backward=True, target="llvm", **options)
+    assert lib.manifest.verified
+    for fn in (lib, module):
+        torch.manual_seed(6)
+        y = fn(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_of_any_batch(tmp_path: Path) -> None:
+    """PyTorch chooses another kernel from 16 images on, which a library has nothing to do with."""
+    torch.manual_seed(5)
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(2), nn.Conv1d(4, 3, 2)
+    )
+    options: dict[str, Any] = {"tune": "none", "verify": False, "cache_dir": str(tmp_path)}
+    lib = tvmcap.build(
+        module,
+        (torch.randn(3, 2, 4, 4),),
+        backward=True,
+        target="llvm",
+        dynamic={0: {0: "B"}},
+        **options,
+    )
+    for count in (1, 3, 20):
+        x = torch.randn(count, 2, 4, 4)
+        for ours, theirs in zip(
+            *(
+                [y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))]
+                for y in (lib(x), module(x))
+            ),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tvmcap.base import codegen
 from tvmcap.base.config import FIELDS, Config, make_config
 from tvmcap.base.errors import BuildError, CaptureError, ConfigError, ToolchainError
-from tvmcap.capture import ir, partition, parts
+from tvmcap.capture import ir, partition, parts, recurrent
 from tvmcap.capture.decompositions import for_inference, for_training
 from tvmcap.capture.operators import operator_name
 from tvmcap.capture.random import axes_in_memory, draw_first
@@ -79,7 +79,8 @@ def backend(
     compiler = aot_autograd(**stages(config, training))
     on_gpu = any(t.device.type == "cuda" for t in tensors)
     # on a GPU attention stays with PyTorch's fused kernels, which have no lowering
-    with contextlib.nullcontext() if on_gpu else sdpa_kernel(SDPBackend.MATH):
+    attention = contextlib.nullcontext() if on_gpu else sdpa_kernel(SDPBackend.MATH)
+    with attention, recurrent.Layers():
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
 

@@ -104,6 +104,11 @@ MOVE = {
     "middle": lambda x: x.view(2, 2, 4, 2)[:, torch.tensor([0, 1, -1]), torch.tensor([[3], [0]])],
     "triangle": lambda x: (x.tril(), x.triu(1)),
     "create": lambda x: x + torch.arange(8) + torch.ones_like(x) + torch.full((4, 1), 0.5),
+    "create_infinite": lambda x: (
+        x + torch.full((4, 1), float("-inf")),
+        torch.full_like(x, float("inf")),
+        x.new_full((2, 3), float("inf"), dtype=torch.float64),
+    ),
     "pad": lambda x: F.pad(x, (1, 2), value=3.0),
     "scatter": lambda x: torch.zeros(4, 10).scatter(1, torch.arange(8).expand(4, 8), x),
 }

@@ -98,6 +98,23 @@ def test_views_between_kernels_cost_nothing() -> None:
     np.testing.assert_allclose(got, x.astype(np.float64) @ w @ w, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [5, "B"])
+def test_the_first_part_of_a_tensor_is_no_view_of_it(rows) -> None:
+    """Its kernel copies element by element, as that of a reshape does."""
+
+    def make(b, x, w):
+        first = b.emit(relax.op.strided_slice(x, [0], [0], [2], assume_inbound=True))
+        product = b.emit(relax.op.matmul(x, w))
+        part = b.emit(relax.op.strided_slice(product, [0], [0], [2], assume_inbound=True))
+        return [b.emit(relax.op.matmul(first, w)), b.emit(relax.op.matmul(part, w))]
+
+    x, w = numbers(5, 4), numbers(4, 4)
+    one, two = run(machine(planned(module(make, (rows, 4), (4, 4)))), [x, w], [(2, 4), (2, 4)])
+    wanted = x[:2].astype(np.float64) @ w
+    np.testing.assert_allclose(one, wanted, atol=1e-5)
+    np.testing.assert_allclose(two, wanted @ w, atol=1e-5)
+
+
 def test_views_duplicates_and_arguments_as_outputs() -> None:
     def make(b, x):
         y = b.emit(relax.op.exp(x))

@@ -194,7 +194,8 @@ def state_of(fn: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
     """Trace with gradients, attention as written: its fused kernels have no lowering."""
-    with tracing.undisturbed(grad=True), tracing.quiet(), sdpa_kernel(SDPBackend.MATH):
+    attention = sdpa_kernel(SDPBackend.MATH)
+    with tracing.undisturbed(grad=True), tracing.quiet(), attention, tracing.any_convolution():
         yield
 
 

@@ -255,6 +255,7 @@ CONVERTERS: dict[str, Converter] = {
     **{f"sub.{kind}": _binary(relax.op.subtract) for kind in ("Tensor", "Scalar")},
     **{f"mul.{kind}": _binary(relax.op.multiply) for kind in ("Tensor", "Scalar")},
     **{f"div.{kind}": _binary(relax.op.divide) for kind in ("Tensor", "Scalar")},
+    "true_divide.Tensor": _binary(relax.op.divide),
     **{f"eq.{kind}": _binary(relax.op.equal) for kind in ("Tensor", "Scalar")},
     **{f"ne.{kind}": _binary(relax.op.not_equal) for kind in ("Tensor", "Scalar")},
     **{f"lt.{kind}": _binary(relax.op.less) for kind in ("Tensor", "Scalar")},

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from tvm import relax
 
 from tvmcap.base.errors import CaptureError
@@ -41,9 +42,10 @@ def result(importer: Any, node: fx.Node, symbols: Symbols) -> Any:
 
     Raises CaptureError where PyTorch refuses, as it does the greatest of no elements.
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"]))
     try:
-        made = node.target(*args, **kwargs)
+        with unset_fake_temporarily():  # torch.compile has compilers run where tensors are fake
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _example(n.meta["val"]))
+            made = node.target(*args, **kwargs)
     except Exception as e:
         raise CaptureError(
             f"{node.target} of a tensor without elements, at"
@@ -72,6 +74,7 @@ def _size(size: Any) -> int:
 def _filled(importer: Any, value: torch.Tensor, made: torch.Tensor, symbols: Symbols) -> Any:
     if has_no_elements(value):
         return nothing(importer, value, symbols)
-    number = relax.const(made.flatten()[0].item(), dtype_name(value.dtype))
+    with unset_fake_temporarily():
+        number = relax.const(made.flatten()[0].item(), dtype_name(value.dtype))
     shape = relax.ShapeExpr([symbols.expr(size) for size in value.shape])
     return importer.block_builder.emit(relax.op.broadcast_to(number, shape))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tvmcap.base.errors import CaptureError
-from tvmcap.capture import arguments, memory
+from tvmcap.capture import arguments, memory, recurrent
 from tvmcap.capture.structure import describe, replace_tensors
 
 
@@ -29,7 +29,7 @@ class Flat:
         rest = iter(flat[count:])
         values = [replace_tensors(value, lambda: next(rest)) for value in self.call.values]
         own = {f"fn.{n}": t.clone() if n in self.buffers else t for n, t in state.items()}
-        with memory.Reads() as reads:
+        with recurrent.Layers(), memory.Reads() as reads:
             if self.module is None:
                 result, after = self.call.invoke(values), {}
             else:

@@ -36,6 +36,13 @@ def _where(node: fx.Node, importer: Any) -> Any:
     return emit(importer, relax.op.where(cast(importer, condition, "bool"), a, b))
 
 
+def _masked_fill(node: fx.Node, importer: Any) -> Any:
+    """Put a number where a mask says; TVM's converter has no kernel for infinity or nan."""
+    x, mask, value = importer.retrieve_args(node)[:3]
+    number = operand(importer, value, out_dtype(node))
+    return emit(importer, relax.op.where(cast(importer, mask, "bool"), number, x))
+
+
 def between(node: fx.Node, importer: Any) -> Any:
     """Bound by numbers or tensors, which broadcast both ways."""
     a = arguments_of(node, importer)
@@ -61,6 +68,7 @@ PROMOTIONS: dict[str, Converter] = {
     "cat.default": _joined(relax.op.concat),
     "stack.default": _joined(relax.op.stack),
     "where.self": _where,
+    "masked_fill.Scalar": _masked_fill,
     "clamp.Tensor": between,
     **dict.fromkeys(("fmod.Tensor", "fmod.Scalar"), _fmod),
     **dict.fromkeys(("eye.default", "eye.m"), _eye),

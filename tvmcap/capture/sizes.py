@@ -6,9 +6,11 @@ torch proved ``S``: a later pass then runs without end, or finds no kernel.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 from tvm import relax, tirx
 
@@ -139,6 +141,22 @@ def _scatter_steps(node: fx.Node, importer: Any, where: tuple[Any, int, int]) ->
     return emit(importer, relax.op.where(hit, picked, x))
 
 
+def _scalar(node: fx.Node, importer: Any) -> Any:
+    """Make a tensor of a number, which may be a size."""
+    return operand(importer, importer.retrieve_args(node)[0], out_dtype(node))
+
+
+def _filled(node: fx.Node, importer: Any) -> Any:
+    """Fill a tensor with a number; TVM has no kernel that fills with infinity or nan."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    a = arguments_of(node, importer)
+    number = a.get("fill_value", a.get("value"))
+    if not isinstance(number, float) or math.isfinite(number):
+        return importer.convert_map[node.target.__name__](node)
+    value = relax.const(number, out_dtype(node))
+    return emit(importer, relax.op.broadcast_to(value, shape_of(node, importer)))
+
+
 SIZES: dict[str, Converter] = {
     "slice.Tensor": _slice,
     "select.int": _select,
@@ -146,4 +164,6 @@ SIZES: dict[str, Converter] = {
     "repeat.default": _repeat,
     "slice_scatter.default": _slice_scatter,
     "arange.start_step": _arange,
+    "scalar_tensor.default": _scalar,
+    **dict.fromkeys(("full.default", "full_like.default", "fill.Scalar"), _filled),
 }

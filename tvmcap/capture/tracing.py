@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -85,6 +86,26 @@ def quiet() -> Iterator[None]:
     finally:
         for log, was in zip(loggers, before, strict=True):
             log.disabled = was
+
+
+@contextlib.contextmanager
+def any_convolution() -> Iterator[None]:
+    """Trace convolutions without what PyTorch asks of sizes to choose a kernel of its own.
+
+    On a CPU it asks whether a batch has 16 images; the graph would hold for the answer alone.
+    """
+    choose = torch._C._select_conv_backend
+
+    def freely(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
+        with contextlib.nullcontext() if sizes is None else sizes.suppress_guards():
+            return choose(x, *args, **kwargs)
+
+    torch._C._select_conv_backend = freely
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = choose
 
 
 def trace(

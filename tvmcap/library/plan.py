@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +124,8 @@ def _read(mod: tvm.IRModule, main: Any, copied: set[Any]) -> _Program:
 def _viewed(mod: tvm.IRModule, value: Any) -> Any:
     """Return what a reshape kernel reads, or None: its result can be a view of that.
 
-    A tensor without elements is a view of nothing, though its kernel moves none of them.
+    A tensor without elements is a view of nothing, though its kernel moves none of them. Nor is
+    the first part of a tensor a view, though its kernel copies element by element.
     """
     if not is_op(value, "call_tir") or len(value.args[1].fields) != 1:
         return None
@@ -135,7 +138,15 @@ def _viewed(mod: tvm.IRModule, value: Any) -> Any:
     if any(isinstance(n, tirx.IntImm) and n.value == 0 for n in sizes):
         return None
     reshapes = attrs.get("tvmcap.reshape", False) or relax.analysis.has_reshape_pattern(func)
-    return source if reshapes else None
+    if not reshapes:
+        return None
+    is_whole = Analyzer().can_prove_equal(_product(sizes), _product(source.ty.shape))
+    return source if is_whole else None
+
+
+def _product(sizes: Iterable[Any]) -> Any:
+    """Multiply the sizes of a tensor: the number of its elements."""
+    return math.prod(sizes, start=tirx.const(1, "int64"))
 
 
 def _write(

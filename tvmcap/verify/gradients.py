@@ -118,21 +118,26 @@ class _Subject:
         wide: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[Any]:
         training, signature = self.executor.training, self.executor.signature
-        if state:
-            result = torch.func.functional_call(self.fn, state, args, kwargs)
-        else:
-            result = self.fn(*args, **kwargs)
-        outputs = flatten(signature.out_tree, result)
-        chosen = [outputs[i] for i in training.tangents]
-        gradients = torch.autograd.grad(
-            chosen,
-            [inputs[i] for i in training.grads],
-            [wide(t) for t in tangents],
-            allow_unused=True,
-        )
-        found = zip(gradients, training.grads, strict=True)
-        dense = [torch.zeros_like(inputs[i]) if g is None else g for g, i in found]
-        return [to_numpy(t) for t in (*outputs, *dense)]
+
+        def differentiate(result: Any) -> list[Any]:
+            outputs = flatten(signature.out_tree, result)
+            gradients = torch.autograd.grad(
+                [outputs[i] for i in training.tangents],
+                [inputs[i] for i in training.grads],
+                [wide(t) for t in tangents],
+                allow_unused=True,
+            )
+            pairs = zip(gradients, training.grads, strict=True)
+            dense = [torch.zeros_like(inputs[i]) if g is None else g for g, i in pairs]
+            return [to_numpy(t) for t in (*outputs, *dense)]
+
+        if not state:
+            return differentiate(self.fn(*args, **kwargs))
+        # checkpoints compute again in the backward pass, which must see the same parameters
+        module = _Then(self.fn, differentiate)
+        state = {f"fn.{name}": tensor for name, tensor in state.items()}
+        found: list[Any] = torch.func.functional_call(module, state, tuple(args), dict(kwargs))
+        return found
 
     def ours(self, leaves: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[Any]:
         """Run the library and its gradient; the buffers of the module stay as they are."""
@@ -159,6 +164,17 @@ class _Subject:
         generator = torch.Generator().manual_seed(seed)
         shaped = [outputs[i] for i in self.executor.training.tangents]
         return [torch.randn(t.shape, generator=generator).to(t) for t in shaped]
+
+
+class _Then(torch.nn.Module):  # type: ignore[misc]
+    """Runs a module, and then a function on its result while its parameters are as they are."""
+
+    def __init__(self, fn: Any, then: Callable[[Any], list[Any]]) -> None:
+        super().__init__()
+        self.fn, self.then = fn, then
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.then(self.fn(*args, **kwargs))
 
 
 def _compare_once(
