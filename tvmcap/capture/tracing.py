@@ -96,10 +96,12 @@ def any_convolution() -> Iterator[None]:
     """
     choose = torch._C._select_conv_backend
 
-    def freely(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
+    def freely(*args: Any, **kwargs: Any) -> Any:
+        # tensors come by position, or by name (torch 2.11)
+        modes = (getattr(x, "fake_mode", None) for x in (*args, *kwargs.values()))
+        sizes = next((mode.shape_env for mode in modes if mode is not None), None)
         with contextlib.nullcontext() if sizes is None else sizes.suppress_guards():
-            return choose(x, *args, **kwargs)
+            return choose(*args, **kwargs)
 
     torch._C._select_conv_backend = freely
     try:
