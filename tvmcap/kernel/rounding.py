@@ -9,6 +9,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvmcap.base.codegen import compute_capability
+
 _HALF = ("float16", "bfloat16")
 #: The upper half of a float32 is its bfloat16. Rounding one value alone is left to the unit of
 #: special functions, at a quarter of the rate, and the result has to be shifted.
@@ -29,7 +31,7 @@ def single_roundings(func: Any, mod: Any, context: Any) -> Any:
     target = func.attrs.get("target") if func.attrs else None
     if target is None or target.kind.name != "cuda":
         return func
-    pairs = int(str(target.attrs["arch"]).lstrip("sm_").rstrip("af")) >= _FIRST_PAIRS
+    pairs = compute_capability(target) >= _FIRST_PAIRS
     rounded = _rounded_registers(func.body)
 
     def once(cast: Any) -> Any:

@@ -85,10 +85,6 @@ class Layout:
         """Warps of a block."""
         return self.threads // WARP
 
-    def reserved(self, width: int) -> int:
-        """Return the bytes of shared memory in which warps and blocks of a cluster meet."""
-        return (self.warps + self.cluster - 1) * width * 4 + 16
-
 
 def layout(s: Sums, capability: int, shared_bytes: int) -> Layout:
     """Choose the layout for a compute capability, 90 for sm_90, and a block's shared memory.
@@ -99,10 +95,10 @@ def layout(s: Sums, capability: int, shared_bytes: int) -> Layout:
     blocks = s.columns // s.width
     fits = (c for c in (2, 4, 8) if capability >= 90 and c * blocks <= SM_COUNT)
     cluster, row = max((1, *fits)), sum(itemsize(b) * VECTOR for b in s.read())
-    found = Layout(cluster, _THREADS[-1], 0)
     for threads in _THREADS if capability >= 80 and row else ():
-        room = shared_bytes - Layout(cluster, threads, 0).reserved(s.width)
-        ahead = min(_AHEAD, room // (threads * row) - 1)
+        # where the sums of warps and of a cluster's blocks meet, and its barrier
+        reserved = (threads // WARP + cluster - 1) * s.width * 4 + 16
+        ahead = min(_AHEAD, (shared_bytes - reserved) // (threads * row) - 1)
         if ahead >= (_LEAST_AHEAD if threads > _THREADS[-1] else 1):
             return Layout(cluster, threads, ahead)
-    return found
+    return Layout(cluster, _THREADS[-1], 0)

@@ -30,7 +30,7 @@ def lower(mod: tvm.IRModule, target: Any) -> Any:
 def compile_module(mod: tvm.IRModule, target: Any) -> Any:
     """Compile in this process; raises BuildError with the compiler's own words chained."""
     kernels = {g: f for g, f in mod.functions.items() if isinstance(f, tvm.tirx.PrimFunc)}
-    outside = {g for g, f in kernels.items() if tir_pipeline.name_for(f) == tir_pipeline.TIRX}
+    outside = {g: f for g, f in kernels.items() if tir_pipeline.name_for(f) == tir_pipeline.TIRX}
     inside = {g: promise_alignment(f) if g not in outside else f for g, f in kernels.items()}
     functions = {g: inside.get(g, f) for g, f in mod.functions.items() if g not in outside}
     mod = arena.add(tvm.IRModule(functions, attrs={}))
@@ -39,8 +39,10 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
     try:
         with target, tvm.transform.PassContext(opt_level=3):
             if outside:
-                names = {g.name_hint: kernels[g] for g in outside}
-                named = {n: f.with_attr("global_symbol", n) for n, f in names.items()}
+                named = {
+                    g.name_hint: f.with_attr("global_symbol", g.name_hint)
+                    for g, f in outside.items()
+                }
                 written = tvm.IRModule(named)
                 apart = tvm.compile(written, target=target, tir_pipeline=tir_pipeline.TIRX)
             for step in (

@@ -14,6 +14,7 @@ from tvm.sym import Analyzer
 
 from tvmcap.base.errors import ContractError
 from tvmcap.graph.rewrite import is_op, named_by, outputs_of, values_of
+from tvmcap.kernel import tir_pipeline
 from tvmcap.library.storage import Slot, Storage, assign, split_bytes, unit_text
 
 
@@ -145,7 +146,7 @@ def _viewed(mod: tvm.IRModule, value: Any) -> Any:
 
 
 def _product(sizes: Iterable[Any]) -> Any:
-    """Multiply the sizes of a tensor: the number of its elements."""
+    """Multiply sizes of a tensor; of all of them, the number of its elements."""
     return math.prod(sizes, start=tirx.const(1, "int64"))
 
 
@@ -227,12 +228,10 @@ def _launch(mod: tvm.IRModule, gvar: Any, args: list[Any], results: list[Any]) -
     func = mod[gvar]
     variants = list((func.attrs or {}).get("tvmcap.variants", []))
     call = _call(mod, gvar, args)
-    rows = tirx.const(1, "int64")
     lead = int((func.attrs or {}).get("tvmcap.lead", 0))
     shape = results[0].ty.shape.values
-    for extent in shape[lead : len(shape) - int((func.attrs or {}).get("tvmcap.trailing", 1))]:
-        rows = rows * extent
-    rows = Analyzer().simplify(rows)
+    trailing = int((func.attrs or {}).get("tvmcap.trailing", 1))
+    rows = Analyzer().simplify(_product(shape[lead : len(shape) - trailing]))
     for bound, name in reversed(variants):
         cheaper = _call(mod, mod.get_global_var(str(name)), args)
         call = relax.If(relax.prim_value(rows <= int(bound)), _sequence(cheaper), _sequence(call))
@@ -246,7 +245,7 @@ def _call(mod: tvm.IRModule, gvar: Any, args: list[Any]) -> Any:
 
 def _is_outside(func: Any) -> bool:
     """Whether a kernel is TIRx, which is compiled apart from the module and found by its name."""
-    return isinstance(func, tirx.PrimFunc) and not (func.attrs or {}).get("s_tir", False)
+    return isinstance(func, tirx.PrimFunc) and tir_pipeline.name_for(func) == tir_pipeline.TIRX
 
 
 def _sequence(call: Any) -> Any:
