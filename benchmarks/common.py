@@ -7,7 +7,9 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,36 @@ def meta(folders: tuple[str, ...] = COMPILER, **more: Any) -> dict[str, Any]:
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "folders": list(folders),
         "source": source_hash(folders),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(sys.argv),
         **more,
     }
+
+
+def command(argv: Sequence[str]) -> str:
+    """Write a command without the places of this machine.
+
+    The value of ``--json`` is OUT; a path inside the project is relative to the project, one
+    outside is FILE or FOLDER; a name alone stays.
+    """
+    words = [Path(argv[0]).name]
+    for before, word in pairwise(argv):
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            words.append(option + equals + (_place(option, value) if value else ""))
+        else:
+            words.append(_place(before, word))
+    return " ".join(words)
+
+
+def _place(option: str, value: str) -> str:
+    if option == "--json":
+        return "OUT"
+    path = Path(value)
+    if len(path.parts) < 2 and not path.is_absolute():
+        return value
+    if path.resolve().is_relative_to(ROOT):
+        return path.resolve().relative_to(ROOT).as_posix()
+    return "FILE" if path.suffix and not path.is_dir() else "FOLDER"
 
 
 def timed(latency: Latency) -> dict[str, Any]:

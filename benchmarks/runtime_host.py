@@ -5,7 +5,9 @@
 
 The first needs no GPU (cross-compiled for an H200), the second TVM's runtime, torch and, for a cuda
 library, the GPU. Modes are timed in turns, each call by itself, with the device's queue emptied
-between groups of calls; the clock's own time is part of each figure and a row of its own.
+between groups of calls; the clock's own time is part of each figure and a row of its own. There
+are several such sets, each on the core that is steadiest then (steady.py); the figures are of the
+set in which plain Python spread least, beside how far the calls spread in every one.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import meta
 from runtime_memory import memory_rows
+from steady import REFERENCE, add_up, on_steadiest_core, spread, steadiest_set
 
 import tvmcap
 from examples.models import gelu_tanh
@@ -41,9 +43,6 @@ MOST_ROWS = 8192
 GROUP = 200
 #: Pairs of input and output that the modes with changing addresses rotate through.
 ROTATED = 8
-
-#: What Python adds up in about the time of a replay: how far calls spread that launch nothing.
-_NUMBERS = range(200)
 
 Call = Callable[[int], object]
 
@@ -73,7 +72,7 @@ def modes(path: Path, device: str) -> dict[str, Call]:
     plain = tvmcap.load(path)
     calls: dict[str, Call] = {
         "clock": lambda i: None,
-        "adding up numbers in Python": lambda i: sum(_NUMBERS),
+        REFERENCE: add_up,
         "no replay, out=": lambda i: plain(x, w, b, out=out),
         "no replay, new output": lambda i: plain(x, w, b),
         "no replay, run()": _bound(plain, x, w, b, out),
@@ -134,14 +133,35 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def host_times(calls: dict[str, Call], device: str, count: int) -> list[dict[str, Any]]:
-    """Time ``count`` calls of each mode, one by one, in turns of a group; microseconds."""
-    taken: dict[str, list[int]] = {name: [] for name in calls}
-    clock = time.perf_counter_ns
+def times_of_sets(
+    calls: dict[str, Call], device: str, count: int, sets: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """Time ``sets`` sets, each on the core that is steadiest then, and choose by the reference.
+
+    Returns the rows, and whether the thread stayed on one core through each set.
+    """
+    _warm_up(calls)  # TVM makes a thread's pool at its first call, of the cores that it may use
+    taken, pinned = [], True
+    for _ in range(sets):
+        with on_steadiest_core() as core:
+            taken.append(host_times(calls, device, count))
+            pinned &= core is not None and os.sched_getaffinity(0) == {core}
+    return steadiest_set(taken, f"call, {REFERENCE}"), pinned
+
+
+def _warm_up(calls: dict[str, Call]) -> None:
     with torch.no_grad():
         for call in calls.values():
             for i in range(5 * ROTATED):
                 call(i)
+
+
+def host_times(calls: dict[str, Call], device: str, count: int) -> list[dict[str, Any]]:
+    """Time ``count`` calls of each mode, one by one, in turns of a group; microseconds."""
+    taken: dict[str, list[int]] = {name: [] for name in calls}
+    clock = time.perf_counter_ns
+    _warm_up(calls)
+    with torch.no_grad():
         gc.collect()
         gc.disable()
         for group in range(count // GROUP):
@@ -157,20 +177,6 @@ def host_times(calls: dict[str, Call], device: str, count: int) -> list[dict[str
                     samples.append(clock() - start)
         gc.enable()
     return [{"figure": f"call, {name}", "unit": "us", **spread(t)} for name, t in taken.items()]
-
-
-def spread(nanoseconds: Sequence[int]) -> dict[str, Any]:
-    """Return percentiles in microseconds, and every sample as {nanoseconds: how often}."""
-    ordered = sorted(nanoseconds)
-    at = {q: ordered[round(q * (len(ordered) - 1))] / 1e3 for q in (0.1, 0.5, 0.9, 0.99)}
-    return {
-        "median": at[0.5],
-        "p10": at[0.1],
-        "p90": at[0.9],
-        "p99": at[0.99],
-        "p99_over_p50": round(at[0.99] / at[0.5], 3),
-        "samples_ns": {str(ns): n for ns, n in sorted(Counter(nanoseconds).items())},
-    }
 
 
 #: In a process where torch cannot be imported, as in a virtual environment without it.
@@ -235,12 +241,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--target", choices=("cuda", "llvm"), default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--calls", type=int, default=10_000, help="of each mode in a set")
+    parser.add_argument("--sets", type=int, default=10, help="sets of host times, from 1")
     parser.add_argument("--long", type=int, default=100_000, help="calls of the memory test")
     parser.add_argument("--cycles", type=int, default=1_000, help="of load and unload")
     parser.add_argument("--sizes", type=int, default=1_000, help="random batch sizes")
     parser.add_argument("--runs", type=int, default=5, help="of load to first result")
     options = parser.parse_args()
+    if options.sets < 1:
+        parser.error("--sets: give a number from 1")
     if options.verb == "build":
         build(options.folder, options.target)
         return
@@ -253,7 +262,8 @@ def main() -> None:
     # else processes that compile for torch.compile start up while calls are timed
     importlib.import_module("torch._inductor.config").compile_threads = 1
     rows = load_times(path, kind, options.runs)
-    rows += host_times(modes(path, device), device, options.calls)
+    times, pinned = times_of_sets(modes(path, device), device, options.calls, options.sets)
+    rows += times
     counts = {"calls": options.calls, "long": options.long}
     k, n = SHAPES[kind]
     shape = {"k": k, "n": n, "dtype": DTYPES[kind], "most": MOST_ROWS}
@@ -263,6 +273,7 @@ def main() -> None:
         print(json.dumps(short), flush=True)
     if options.json:
         problem = {"M": ROWS[kind], "K": k, "N": n, "cores": len(os.sched_getaffinity(0))}
+        problem |= {"sets": options.sets, "pinned": pinned}
         data = {"meta": meta(("runtime",), dtype=str(DTYPES[kind]), **problem), "rows": rows}
         options.json.write_text(json.dumps(data, separators=(",", ":")) + "\n")
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 _CALL = "call, "
+_SETS = "p99_over_p50_of_sets"
 
 
 def host_times(rows: list[Row]) -> Table:
-    """One line a way of calling."""
+    """One line a way of calling; the last cell where rows say how several sets came out."""
     head = ["call", "median, us", "10th to 90th percentile", "99th", "99th over median"]
+    sets = max((len(row.get(_SETS, ())) for row in calls(rows)), default=0)
+    if sets:
+        head.append(f"of {sets} sets: least, median, most")
     body = [
         [
             row["figure"].removeprefix(_CALL),
@@ -20,6 +25,7 @@ def host_times(rows: list[Row]) -> Table:
             f"{row['p10']:.2f} to {row['p90']:.2f}",
             f"{row['p99']:.2f}",
             f"{row['p99_over_p50']:.2f}",
+            *([_least_to_most(row.get(_SETS, ()))] if sets else []),
         ]
         for row in calls(rows)
     ]
@@ -44,6 +50,12 @@ def calls(rows: list[Row]) -> list[Row]:
 def others(rows: list[Row]) -> list[Row]:
     """Return the other rows."""
     return [row for row in rows if not row["figure"].startswith(_CALL)]
+
+
+def _least_to_most(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return ""
+    return f"{min(ratios):.2f}, {median(ratios):.2f}, {max(ratios):.2f}"
 
 
 def part(select: Callable[[list[Row]], list[Row]]) -> Callable[[Row], tuple[Row, list[Row]]]:
