@@ -19,8 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import meta
 from runtime_memory import memory_rows
-from steady import REFERENCE, add_up, on_steadiest_core, spread, steadiest_set
+from steady import Call, Row, as_long_as, steadiest_window, window
 
 import tvmcap
 from examples.models import gelu_tanh
@@ -39,12 +37,8 @@ SHAPES = {"cuda": (1024, 4096), "llvm": (32, 48)}
 DTYPES = {"cuda": torch.bfloat16, "llvm": torch.float32}
 ROWS = {"cuda": 16, "llvm": 1}
 MOST_ROWS = 8192
-#: Calls between two synchronizations: far fewer than the device's queue holds.
-GROUP = 200
 #: Pairs of input and output that the modes with changing addresses rotate through.
 ROTATED = 8
-
-Call = Callable[[int], object]
 
 
 def build(folder: Path, target: str) -> None:
@@ -72,7 +66,6 @@ def modes(path: Path, device: str) -> dict[str, Call]:
     plain = tvmcap.load(path)
     calls: dict[str, Call] = {
         "clock": lambda i: None,
-        REFERENCE: add_up,
         "no replay, out=": lambda i: plain(x, w, b, out=out),
         "no replay, new output": lambda i: plain(x, w, b),
         "no replay, run()": _bound(plain, x, w, b, out),
@@ -100,11 +93,11 @@ def modes(path: Path, device: str) -> dict[str, Call]:
             "replay, other addresses, bind and run()": rebind,
         }
     else:
-        main = plain.executor._threads.here.arena.entry
+        arena = plain.executor._threads.here.arena
         import tvm_ffi
 
         tensors = [tvm_ffi.from_dlpack(t) for t in (x, w, b, out)]
-        calls["kernel by TVM's virtual machine"] = lambda i: main(*tensors)
+        calls["host function alone"] = lambda i: arena.entry(*tensors, *arena.tail)
     compiled = torch.compile(gelu_tanh, dynamic=False)
     calls |= {
         "eager": lambda i: gelu_tanh(x, w, b),
@@ -116,7 +109,8 @@ def modes(path: Path, device: str) -> dict[str, Call]:
             for i in range(3):
                 out.zero_()
                 calls[name](0)
-                _synchronize(device)
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 error = ((out.double() - want).abs().max() / want.abs().max()).item()
                 assert error < 0.02, (name, i, error)
     return calls
@@ -128,55 +122,33 @@ def _bound(lib: Any, x: Any, w: Any, b: Any, out: Any) -> Call:
     return lambda i: lib.run()
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def host_times(calls: dict[str, Call], device: str, count: int, windows: int) -> list[Row]:
+    """Time ``count`` calls of each mode, one by one, in each of ``windows`` windows; microseconds.
 
-
-def times_of_sets(
-    calls: dict[str, Call], device: str, count: int, sets: int
-) -> tuple[list[dict[str, Any]], bool]:
-    """Time ``sets`` sets, each on the core that is steadiest then, and choose by the reference.
-
-    Returns the rows, and whether the thread stayed on one core through each set.
+    The modes take turns, a window each. The row of a mode is its steadiest window, by what plain
+    Python took in turns with it.
     """
-    _warm_up(calls)  # TVM makes a thread's pool at its first call, of the cores that it may use
-    taken, pinned = [], True
-    for _ in range(sets):
-        with on_steadiest_core() as core:
-            taken.append(host_times(calls, device, count))
-            pinned &= core is not None and os.sched_getaffinity(0) == {core}
-    return steadiest_set(taken, f"call, {REFERENCE}"), pinned
 
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
 
-def _warm_up(calls: dict[str, Call]) -> None:
+    taken: dict[str, list[Row]] = {name: [] for name in calls}
     with torch.no_grad():
-        for call in calls.values():
+        for call in calls.values():  # TVM makes a thread's pool at its first call, of all cores
             for i in range(5 * ROTATED):
                 call(i)
-
-
-def host_times(calls: dict[str, Call], device: str, count: int) -> list[dict[str, Any]]:
-    """Time ``count`` calls of each mode, one by one, in turns of a group; microseconds."""
-    taken: dict[str, list[int]] = {name: [] for name in calls}
-    clock = time.perf_counter_ns
-    _warm_up(calls)
-    with torch.no_grad():
+        references = {name: as_long_as(call) for name, call in calls.items()}
         gc.collect()
         gc.disable()
-        for group in range(count // GROUP):
-            names = list(calls) if group % 2 == 0 else list(reversed(calls))
-            for name in names:
-                call, samples = calls[name], taken[name]
-                _synchronize(device)
-                for i in range(10):  # code and data of this mode back into the caches
-                    call(i)
-                for i in range(GROUP):
-                    start = clock()
-                    call(i)
-                    samples.append(clock() - start)
+        for _ in range(windows):
+            for name, call in calls.items():
+                taken[name].append(window(call, references[name], count, synchronize))
         gc.enable()
-    return [{"figure": f"call, {name}", "unit": "us", **spread(t)} for name, t in taken.items()]
+    return [
+        {"figure": f"call, {name}", "unit": "us", **steadiest_window(rows)}
+        for name, rows in taken.items()
+    ]
 
 
 #: In a process where torch cannot be imported, as in a virtual environment without it.
@@ -234,6 +206,14 @@ def load_times(path: Path, kind: str, runs: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _without_samples(row: Row) -> Row:
+    return {
+        key: _without_samples(value) if isinstance(value, dict) else value
+        for key, value in row.items()
+        if not key.startswith("samples")
+    }
+
+
 def main() -> None:
     """Read the command line, build or run, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -241,15 +221,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--target", choices=("cuda", "llvm"), default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--calls", type=int, default=10_000, help="of each mode in a set")
-    parser.add_argument("--sets", type=int, default=10, help="sets of host times, from 1")
+    parser.add_argument("--calls", type=int, default=10_000, help="of each mode in a window")
+    parser.add_argument("--windows", type=int, default=15, help="of each mode, from 1")
     parser.add_argument("--long", type=int, default=100_000, help="calls of the memory test")
     parser.add_argument("--cycles", type=int, default=1_000, help="of load and unload")
     parser.add_argument("--sizes", type=int, default=1_000, help="random batch sizes")
     parser.add_argument("--runs", type=int, default=5, help="of load to first result")
     options = parser.parse_args()
-    if options.sets < 1:
-        parser.error("--sets: give a number from 1")
+    if options.windows < 1:
+        parser.error("--windows: give a number from 1")
     if options.verb == "build":
         build(options.folder, options.target)
         return
@@ -262,18 +242,16 @@ def main() -> None:
     # else processes that compile for torch.compile start up while calls are timed
     importlib.import_module("torch._inductor.config").compile_threads = 1
     rows = load_times(path, kind, options.runs)
-    times, pinned = times_of_sets(modes(path, device), device, options.calls, options.sets)
-    rows += times
+    rows += host_times(modes(path, device), device, options.calls, options.windows)
     counts = {"calls": options.calls, "long": options.long}
     k, n = SHAPES[kind]
     shape = {"k": k, "n": n, "dtype": DTYPES[kind], "most": MOST_ROWS}
     rows += memory_rows(path, device, shape, options.cycles, options.sizes, **counts)
     for row in rows:
-        short = {key: v for key, v in row.items() if not key.startswith("samples")}
-        print(json.dumps(short), flush=True)
+        print(json.dumps(_without_samples(row)), flush=True)
     if options.json:
         problem = {"M": ROWS[kind], "K": k, "N": n, "cores": len(os.sched_getaffinity(0))}
-        problem |= {"sets": options.sets, "pinned": pinned}
+        problem["windows"] = options.windows
         data = {"meta": meta(("runtime",), dtype=str(DTYPES[kind]), **problem), "rows": rows}
         options.json.write_text(json.dumps(data, separators=(",", ":")) + "\n")
 

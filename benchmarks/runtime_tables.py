@@ -9,15 +9,15 @@ from typing import Any
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 _CALL = "call, "
-_SETS = "p99_over_p50_of_sets"
+_WINDOWS = "p99_over_p50_of_windows"
 
 
 def host_times(rows: list[Row]) -> Table:
-    """One line a way of calling; the last cell where rows say how several sets came out."""
+    """One line a way of calling; the last cells where rows hold a reference and all windows."""
     head = ["call", "median, us", "10th to 90th percentile", "99th", "99th over median"]
-    sets = max((len(row.get(_SETS, ())) for row in calls(rows)), default=0)
-    if sets:
-        head.append(f"of {sets} sets: least, median, most")
+    windows = max((len(row.get(_WINDOWS, ())) for row in calls(rows)), default=0)
+    if windows:
+        head += ["plain Python of that length", f"of {windows} windows: least, median, most"]
     body = [
         [
             row["figure"].removeprefix(_CALL),
@@ -25,7 +25,7 @@ def host_times(rows: list[Row]) -> Table:
             f"{row['p10']:.2f} to {row['p90']:.2f}",
             f"{row['p99']:.2f}",
             f"{row['p99_over_p50']:.2f}",
-            *([_least_to_most(row.get(_SETS, ()))] if sets else []),
+            *(_steadiness(row) if windows else ()),
         ]
         for row in calls(rows)
     ]
@@ -52,10 +52,13 @@ def others(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row["figure"].startswith(_CALL)]
 
 
-def _least_to_most(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return ""
-    return f"{min(ratios):.2f}, {median(ratios):.2f}, {max(ratios):.2f}"
+def _steadiness(row: Row) -> tuple[str, str]:
+    """Return the 99th percentile over the median of the reference, and of every window."""
+    if _WINDOWS not in row:
+        return "", ""
+    ratios: Sequence[float] = row[_WINDOWS]
+    spread = f"{min(ratios):.2f}, {median(ratios):.2f}, {max(ratios):.2f}"
+    return f"{row['reference']['p99_over_p50']:.2f}", spread
 
 
 def part(select: Callable[[list[Row]], list[Row]]) -> Callable[[Row], tuple[Row, list[Row]]]:

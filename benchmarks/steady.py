@@ -8,24 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 
-#: What the row of ``add_up`` is called beside those that are measured.
-REFERENCE = "adding up numbers in Python"
+Call = Callable[[int], object]
+"""(number of the call) -> anything."""
 
-#: What Python adds up in about the time of a replay: how far calls spread that launch nothing.
-_NUMBERS = range(200)
-_WARM = 1_000
+#: Calls of one kind in a row: far fewer than a device's queue holds.
+GROUP = 200
+_SHORT = 200  # numbers to add up, which takes about a microsecond
+_WARM = 300
 
 
-def add_up(i: int) -> object:
-    """Do the work of the reference, whatever the number of the call."""
-    return sum(_NUMBERS)
+def adding_up(count: int) -> Call:
+    """Return the reference: add up ``count`` numbers in Python, which launches nothing."""
+    numbers = [1] * count
+    return lambda i: sum(numbers)
+
+
+def as_long_as(call: Call) -> Call:
+    """Return a reference that takes about the time of ``call``."""
+    per_number = statistics.median(timed(adding_up(_SHORT), _WARM)) / _SHORT
+    return adding_up(max(1, round(statistics.median(timed(call, _WARM)) / per_number)))
+
+
+def timed(call: Call, count: int) -> list[int]:
+    """Return what each of ``count`` calls took, in nanoseconds, the clock's own time included."""
+    clock, samples = time.perf_counter_ns, []
+    for i in range(count):
+        start = clock()
+        call(i)
+        samples.append(clock() - start)
+    return samples
 
 
 def spread(nanoseconds: Sequence[int]) -> Row:
@@ -42,7 +61,7 @@ def spread(nanoseconds: Sequence[int]) -> Row:
     }
 
 
-def steadiest(cpus: Iterable[int], count: int = 20_000) -> int:
+def steadiest(cpus: Iterable[int], count: int = 3_000) -> int:
     """Return the CPU where the 99th percentile of ``count`` calls of the reference is smallest.
 
     The calling thread visits them in turn and is put back. OSError where it may not run on one.
@@ -53,7 +72,7 @@ def steadiest(cpus: Iterable[int], count: int = 20_000) -> int:
 
 
 @contextlib.contextmanager
-def on_steadiest_core(count: int = 20_000) -> Iterator[int | None]:
+def on_steadiest_core(count: int = 3_000) -> Iterator[int | None]:
     """Keep the calling thread on the steadiest CPU of those that it may use; yields that CPU.
 
     Yields None, and changes nothing, on a platform that cannot pin threads.
@@ -67,31 +86,39 @@ def on_steadiest_core(count: int = 20_000) -> Iterator[int | None]:
         yield cpu
 
 
-def steadiest_set(sets: Sequence[list[Row]], reference: str) -> list[Row]:
-    """Return the rows of the set whose ``reference`` row has the smallest ``p99_over_p50``.
+def window(call: Call, reference: Call, count: int, ready: Callable[[], object]) -> Row:
+    """Time ``count`` calls and as many of the reference, in turns of a group, on one core.
 
-    Each set has the same figures in the same order. The rows get the ratios of all sets, in order,
-    as ``p99_over_p50_of_sets``.
+    ``ready`` is called before each group. Returns ``spread`` of the calls, that of the reference
+    as ``reference``, and ``pinned``: whether the thread stayed on the core.
     """
-    at = [row["figure"] for row in sets[0]].index(reference)
-    shown = min(sets, key=lambda rows: float(rows[at]["p99_over_p50"]))
-    ratios = [[row["p99_over_p50"] for row in of_row] for of_row in zip(*sets, strict=True)]
-    return [
-        {**row, "p99_over_p50_of_sets": all_of_row}
-        for row, all_of_row in zip(shown, ratios, strict=True)
-    ]
+    taken: tuple[list[int], list[int]] = ([], [])
+    with on_steadiest_core() as core:
+        for group in range(count // GROUP):
+            turns = list(zip((call, reference), taken, strict=True))
+            for one, samples in turns if group % 2 == 0 else reversed(turns):
+                ready()
+                for i in range(10):  # code and data of this call back into the caches
+                    one(i)
+                samples += timed(one, GROUP)
+        pinned = core is not None and os.sched_getaffinity(0) == {core}
+    return {**spread(taken[0]), "reference": spread(taken[1]), "pinned": pinned}
+
+
+def steadiest_window(windows: Sequence[Row]) -> Row:
+    """Return the window whose reference has the smallest 99th percentile, whatever the calls took.
+
+    It gets the ratios of all windows, in order, as ``p99_over_p50_of_windows``.
+    """
+    shown = min(windows, key=lambda row: float(row["reference"]["p99"]))
+    return {**shown, "p99_over_p50_of_windows": [row["p99_over_p50"] for row in windows]}
 
 
 def _p99_on(cpu: int, count: int) -> float:
     os.sched_setaffinity(0, {cpu})
-    for i in range(_WARM):
-        add_up(i)
-    clock, samples = time.perf_counter_ns, []
-    for i in range(count):
-        start = clock()
-        add_up(i)
-        samples.append(clock() - start)
-    return float(spread(samples)["p99"])
+    reference = adding_up(_SHORT)
+    timed(reference, _WARM)
+    return float(spread(timed(reference, count))["p99"])
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from tvmcap.capture.training import capture_training
 from tvmcap.compiled import Compiled
 from tvmcap.kernel import models, registry
 from tvmcap.kernel.stores import open_stores
-from tvmcap.library import export, lower, weights
+from tvmcap.library import entry, export, lower, weights
 from tvmcap.quantized import measured_on, quantizer
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.runtime.opening import open_library
@@ -126,7 +126,7 @@ def _make(
     quantize = quantizer(captured, config, target)
     planned = chain.planned(captured.mod, config, target, stores, trace, quantize)
     bare, large = weights.lift(planned)
-    executable = trace.timed("lower", lambda: lower.lower(bare, target))
+    executable = trace.timed("lower", lambda: lower.lower(entry.add(bare, target), target))
     manifest = chain.manifest(
         [planned],
         captured.signature,

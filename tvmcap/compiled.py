@@ -112,9 +112,7 @@ class Compiled:
         Raises InputError where an argument does not match the signature; LibraryError for a library
         of another machine.
         """
-        if self.executor is None:
-            return self._here()
-        return self.executor.call(args, out, kwargs)
+        return (self.executor or self._here()).call(args, out, kwargs)
 
     def bind(self, name: str, tensor: Any) -> None:
         """Keep a tensor for the runs of this thread, under the name of an argument or an output.
@@ -131,7 +129,7 @@ class Compiled:
 
         Raises InputError where an input is not bound or does not fit the signature.
         """
-        self._here().run()
+        (self.executor or self._here()).run()
 
     def output(self, position: int = 0) -> Any:
         """Return an output of this thread's last run; the next run writes to the same memory."""

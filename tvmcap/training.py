@@ -10,7 +10,7 @@ from tvmcap import chain, pipeline, training_score
 from tvmcap.base.config import Config
 from tvmcap.capture.training import TrainingCapture
 from tvmcap.graph import rename
-from tvmcap.library import arena, export, lower
+from tvmcap.library import arena, entry, export, lower
 from tvmcap.runtime.loader import configure_threads
 from tvmcap.verify.check import example_leaves
 from tvmcap.verify.inputs import example_sizes
@@ -37,7 +37,7 @@ def make(
         for name, side in sides.items()
     }
     module = rename.join(planned)
-    executable = trace.timed("lower", lambda: lower.lower(module, target))
+    executable = trace.timed("lower", lambda: lower.lower(entry.add(module, target), target))
     tables = {
         name: kernels.table(planned[name], side.entry.signature) for name, side in sides.items()
     }

@@ -40,28 +40,34 @@ def failing(runtime: FakeRuntime) -> Any:
     return fail
 
 
-def test_no_memory_for_the_arena(layers: Layers, runtime: FakeRuntime) -> None:
+def without_memory(runtime: FakeRuntime) -> Any:
+    """Return what stands for tvm_ffi on a device that has no memory left."""
+    return SimpleNamespace(get_global_func=lambda _: failing(runtime), dtype=loader.ffi().dtype)
+
+
+def test_no_memory_for_the_arena(
+    layers: Layers, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, w = Executor(layers(None)), torch.rand(8, 8)
-    arena = run._threads.here.arena
-    make, arena._make = arena._make, failing(runtime)
-    with pytest.raises(LibraryError, match="no memory for intermediates"):
+    with monkeypatch.context() as patch, pytest.raises(LibraryError, match="no memory for inter"):
+        device = without_memory(runtime)
+        patch.setattr(loader, "ffi", lambda: device)
         run(torch.rand(5, 8), w)
     assert runtime.pending == 0
-    arena._make = make
     x = torch.rand(4, 8)
     torch.testing.assert_close(run(x, w), three_layers(x, w))
 
 
 def test_a_kernel_that_fails(layers: Layers, runtime: FakeRuntime) -> None:
     run, w = Executor(layers(64)), torch.rand(8, 8)
-    run._threads.here._entry = failing(runtime)
+    run._threads.here.arena.entry = failing(runtime)
     with pytest.raises(LibraryError, match="no memory on"):
         run(torch.rand(5, 8), w)
     assert runtime.pending == 0
 
 
 def test_no_memory_for_a_tensor(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    allocate = SimpleNamespace(get_global_func=lambda _: failing(runtime), dtype=loader.ffi().dtype)
+    allocate = without_memory(runtime)
     monkeypatch.setattr(loader, "ffi", lambda: allocate)
     with pytest.raises(LibraryError, match=r"no memory on cuda:0 for a tensor of float32\[3, 4\]"):
         loader.empty((3, 4), "float32", "cuda:0")

@@ -23,7 +23,7 @@ from tvmcap.base.errors import DamagedLibraryError, IncompatibleLibraryError, Li
 from tvmcap.base.signature import Signature, Size, typed_size
 from tvmcap.base.training import Training
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"tvmcap\x00\x01"
 ELF_MAGIC = b"\x7fELF"
 _FOOTER = struct.Struct("<8sQQ32s")

@@ -11,7 +11,7 @@ from tvm import relax
 from tvmcap.base import codegen, ir_text
 from tvmcap.base.errors import BuildError
 from tvmcap.kernel import tir_pipeline
-from tvmcap.library import arena, cross
+from tvmcap.library import cross
 
 POINTER_ALIGN = 16
 """Bytes that the pointers of a library's arguments are aligned to; the runtime copies others."""
@@ -33,7 +33,7 @@ def compile_module(mod: tvm.IRModule, target: Any) -> Any:
     outside = {g: f for g, f in kernels.items() if tir_pipeline.name_for(f) == tir_pipeline.TIRX}
     inside = {g: promise_alignment(f) if g not in outside else f for g, f in kernels.items()}
     functions = {g: inside.get(g, f) for g, f in mod.functions.items() if g not in outside}
-    mod = arena.add(tvm.IRModule(functions, attrs={}))
+    mod = tvm.IRModule(functions, attrs={})
     if target.kind.name == "cuda":
         codegen.use_nvcc()
     try:

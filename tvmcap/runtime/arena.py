@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tvmcap.base import cudart
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import Manifest
 from tvmcap.base.signature import evaluate
-from tvmcap.runtime.loader import ffi
+from tvmcap.runtime.loader import Library, empty
 
-#: What ``library.arena`` adds to a library.
-_MAKE, _ENTRY = "make_arena", "main_in_arena"
 _GROWTH = 2
 
 
 def _names(entry: str) -> tuple[str, str]:
-    """Name what makes the arena of an entry, and the entry that takes it."""
-    return (_MAKE, _ENTRY) if entry == "main" else (f"make_{entry}_arena", f"{entry}_in_arena")
+    """Name what ``library.entry`` adds to a library for one of its entries."""
+    return f"{entry}_in_arena", f"{entry}_constants"
 
 
 class Arena:
-    """Storage for the intermediates of one call at a time.
+    """Storage for the intermediates of one call at a time, and the function that takes it.
 
     Where every size has an upper bound it is made at once for the largest; else it grows, at least
     doubling, with the largest call so far. A library without intermediates has none.
 
     Attributes
     ----------
-    vm: the virtual machine that it belongs to.
-    entry: the function of the library to call, with ``storages`` as its last arguments.
+    vm: the virtual machine of the same entry, which shows each kernel to those that watch.
+    entry: the function to call, with ``tail`` as its last arguments.
+    storages: uint8 tensors.
     growths: how often it was made larger after the first call.
     """
 
-    def __init__(self, vm: Any, manifest: Manifest) -> None:
+    def __init__(self, vm: Any, manifest: Manifest, library: Library) -> None:
         self.vm = vm
+        self._device = library.device
         self._sizes = manifest.arena or ()
-        make, entry = _names(manifest.entry)
+        self._name = manifest.entry
+        host, constants = _names(self._name)
         try:
-            self._make: Any = vm[make] if self._sizes else None
-            self.entry = vm[entry] if self._sizes else vm[manifest.entry]
+            if manifest.arena is None:  # made by hand
+                self.entry, self._constants = vm[self._name], None
+            else:
+                self.entry, self._constants = library.function(host), tuple(vm[constants]())
         except AttributeError as e:
             raise LibraryError(
                 f"the code of the library is not what its manifest says: {e}; build it again"
             ) from e
-        self.storages: tuple[Any, ...] = ()
+        self._host = self.entry
         self.growths = 0
-        self._capacity: tuple[int, ...] = (0,) * len(self._sizes)
+        self._hold((), (0,) * len(self._sizes))
         most = {dim.name: dim.max for dim in manifest.signature.dims if dim.max is not None}
         self.bounded = len(most) == len(manifest.signature.dims)
         if self._sizes and self.bounded:
@@ -74,25 +77,42 @@ class Arena:
         enough = all(need <= have for need, have in zip(needs, self._capacity, strict=True))
         if enough and not first:
             return False
-        self.storages = ()  # before the larger ones are made: both may not fit
         grown = zip(needs, self._capacity, strict=True)
         self._allocate(tuple(max(need, _GROWTH * have) for need, have in grown), dims)
         self.growths += not first
         return True
 
+    @contextlib.contextmanager
+    def on_machine(self) -> Iterator[None]:
+        """Let calls go through the virtual machine, which allocates for itself."""
+        self.entry = self.vm[self._name]
+        self._hold(self.storages, self._capacity)
+        try:
+            yield
+        finally:
+            self.entry = self._host
+            self._hold(self.storages, self._capacity)
+
     def release(self) -> None:
         """Free the storage and the code; the arena cannot be used after that."""
-        self.storages, self._capacity = (), ()
-        self.vm = self.entry = self._make = None
+        self._constants = None
+        self.vm = self.entry = self._host = None
+        self._hold((), ())
 
     def _allocate(self, sizes: tuple[int, ...], dims: Mapping[str, int]) -> None:
+        self._hold((), (0,) * len(sizes))  # before the larger ones are made: both may not fit
         try:
-            self.storages = tuple(self._make(ffi().Shape(sizes)))
-        except Exception as e:
-            cudart.forget_error()
-            self._capacity = (0,) * len(sizes)
+            storages = tuple(empty((max(1, size),), "uint8", self._device) for size in sizes)
+        except LibraryError as e:
             raise LibraryError(
                 f"no memory for intermediates: {sum(sizes)} bytes are needed for the sizes "
                 f"{dict(dims)}; free memory, or build with a smaller Dim(max=...); original: {e}"
             ) from e
-        self._capacity = sizes
+        self._hold(storages, sizes)
+
+    def _hold(self, storages: tuple[Any, ...], capacity: tuple[int, ...]) -> None:
+        """Keep storage, and pass it to calls of the function that takes it."""
+        self.storages, self._capacity = storages, capacity
+        self.tail: tuple[Any, ...] = ()
+        if self._constants is not None and self.entry is self._host:
+            self.tail = (*self._constants, *storages, self._device.index)

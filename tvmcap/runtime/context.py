@@ -35,8 +35,8 @@ class CpuContext:
     def __init__(self, library: Library, manifest: Manifest) -> None:
         self._library = library
         self._weights = library.weights
-        self.arena = Arena(library.new_vm(), manifest)
-        self._entry: Any = self._first
+        self.arena = Arena(library.new_vm(), manifest, library)
+        self._has_pool = False
         self.bound = Bound(manifest.signature)
         self._name = manifest.entry
         self.slots: dict[int, Any] = {}
@@ -55,15 +55,12 @@ class CpuContext:
     ) -> None:
         """Run the library on tensors that were checked."""
         arena = self.arena
+        if not self._has_pool:  # a process that forks before has none that the child lacks
+            configure_threads()
+            self._has_pool = True
         if not arena.bounded:
             arena.fit(plan.dims)
-        self._entry(*values, *self._weights, *targets, *arena.storages)
-
-    def _first(self, *args: Any) -> None:
-        """Run for the first time; a process that forks before has no pool that the child lacks."""
-        configure_threads()
-        self._entry = self.arena.entry
-        self._entry(*args)
+        arena.entry(*values, *self._weights, *targets, *arena.tail)
 
     def trace(self, values: Sequence[Any], targets: Sequence[Any]) -> Trace:
         """Watch one call that allocates what it needs."""
@@ -76,7 +73,7 @@ class CpuContext:
         self.arena.release()
         self.bound.release()
         self.slots.clear()
-        self._weights, self._entry = (), None
+        self._weights = ()
 
 
 class CudaMachine:
@@ -104,7 +101,7 @@ class CudaContext:
         self._weights = machine.library.weights
         self._lock = machine.lock
         with self._lock:
-            self.arena = Arena(machine.vm, manifest)
+            self.arena = Arena(machine.vm, manifest, machine.library)
         self._bounded = self.arena.bounded
         self.bound = Bound(manifest.signature)
         self._name = manifest.entry
@@ -128,8 +125,8 @@ class CudaContext:
                 f"this library calls {', '.join(self._needs)}, whose work cannot be recorded: "
                 "build it without vendor_matmul"
             )
-        record = partial(_record, self._lock, self.arena, self._weights)
-        self.graphs = Graphs(self._cuda, record, limit_bytes)
+        launch = partial(_launch, self.arena, self._weights)
+        self.graphs = Graphs(self._cuda, launch, limit_bytes)
 
     def run(
         self,
@@ -161,9 +158,9 @@ class CudaContext:
         """Run without a graph. A torch tensor among the arguments brings its stream with it."""
         if targets and isinstance(targets[0], self._own):
             with ffi().use_raw_stream(self._device, stream):
-                _record(self._lock, self.arena, self._weights, values, targets)
+                _launch(self.arena, self._weights, values, targets)
         else:
-            _record(self._lock, self.arena, self._weights, values, targets)
+            _launch(self.arena, self._weights, values, targets)
 
     def _find_torch(self) -> None:
         """Take the current stream from torch where it uses the GPU."""
@@ -214,16 +211,10 @@ class CudaContext:
         self._weights = ()
 
 
-def _record(
-    lock: threading.RLock,
-    arena: Arena,
-    weights: Sequence[Any],
-    values: Sequence[Any],
-    targets: Sequence[Any],
+def _launch(
+    arena: Arena, weights: Sequence[Any], values: Sequence[Any], targets: Sequence[Any]
 ) -> None:
-    """Run a library's function; its virtual machine serves one thread at a time."""
-    with lock:
-        arena.entry(*values, *weights, *targets, *arena.storages)
+    arena.entry(*values, *weights, *targets, *arena.tail)
 
 
 def _stream_of_tvm(index: int) -> int:

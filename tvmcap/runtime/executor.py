@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tvmcap.base.errors import InputError, TvmcapError
 from tvmcap.base.manifest import Manifest, read_manifest
@@ -111,7 +111,10 @@ class Executor:
         if out is not None and not kwargs and self._quick:
             seen = find(context, args, out, self._telling)
             if seen is not None:
-                self._run(context, seen.plan, args, (out,), seen.places)
+                try:
+                    context.run(seen.plan, args, (out,), seen.places)
+                except Exception as e:
+                    self._explain(seen.plan, e)
                 return out
         framework, values, addresses, plan = self._bind(args, kwargs)
         if out is None:
@@ -148,11 +151,8 @@ class Executor:
             places = None
         try:
             context.run(plan, values, targets, places)
-        except TvmcapError:
-            self.check()  # whatever it was, where another thread has closed the library meanwhile
-            raise
         except Exception as e:
-            raise self._failure(plan, e) from e
+            self._explain(plan, e)
 
     def _run_in_bucket(
         self,
@@ -190,9 +190,12 @@ class Executor:
         """Raise LibraryError where no call is possible any more."""
         self._contexts.check()
 
-    def _failure(self, plan: Plan, error: Exception) -> Exception:
-        self.check()  # another thread may have closed the library meanwhile
-        return failure(self.path, self.device, plan, error)
+    def _explain(self, plan: Plan, error: Exception) -> NoReturn:
+        """Raise what a failure of a call means; another thread may have closed the library."""
+        self.check()
+        if isinstance(error, TvmcapError):
+            raise error
+        raise failure(self.path, self.device, plan, error) from error
 
     def bind(self, name: str, tensor: Any) -> None:
         """Keep a tensor for the runs of this thread; see ``Compiled.bind``."""
@@ -263,7 +266,7 @@ class Executor:
         try:
             return context.trace(values, targets)
         except Exception as e:
-            raise self._failure(plan, e) from e
+            self._explain(plan, e)
 
     @property
     def device(self) -> Any:
@@ -277,7 +280,7 @@ class Executor:
     def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
         """Call ``before`` and ``after`` with the name of each kernel that this thread launches."""
         self.check()
-        return watched(self._threads.here.arena.vm, before, after)
+        return watched(self._threads.here.arena, before, after)
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Run one call and return the names of the kernels it launched, in order."""

@@ -163,6 +163,12 @@ class Library:
         vm["vm_initialization"](*args)
         return vm
 
+    def function(self, name: str) -> Any:
+        """Return a host function of the code; AttributeError where there is none."""
+        if self._code is None:
+            raise LibraryError("this library was closed; load it again")
+        return self._code.module.get_function(name, query_imports=True)
+
 
 class _Code:
     """The code of one file. All libraries of the file share it.

@@ -8,7 +8,10 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tvmcap.runtime.arena import Arena
 
 #: Host functions that Relax makes to compute sizes (VMShapeLower, ComputePrimValue): no kernels.
 _HOST_FUNCTION = re.compile(r"(shape_func|compute_symbolic_expr)(_?\d+)?$")
@@ -54,8 +57,8 @@ Watch = Callable[[str], object]
 
 
 @contextlib.contextmanager
-def watched(vm: Any, before: Watch, after: Watch) -> Iterator[None]:
-    """Call ``before`` and ``after`` with the name of each kernel that ``vm`` launches."""
+def watched(arena: Arena, before: Watch, after: Watch) -> Iterator[None]:
+    """Call ``before`` and ``after`` with the name of each kernel of calls on ``arena``."""
     import tvm_ffi
 
     def observe(function: Any, symbol: str, starts: bool, result: Any, *args: Any) -> int:
@@ -63,9 +66,11 @@ def watched(vm: Any, before: Watch, after: Watch) -> Iterator[None]:
             (before if starts else after)(symbol)
         return 0
 
+    vm = arena.vm
     vm["set_instrument"](tvm_ffi.convert(observe))
     try:
-        yield
+        with arena.on_machine():
+            yield
     finally:
         vm["set_instrument"](None)
 
