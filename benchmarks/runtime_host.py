@@ -91,6 +91,7 @@ def modes(path: Path, device: str) -> dict[str, Call]:
                 xs[i % ROTATED], w, b, out=outs[i % ROTATED]
             ),
             "replay, other addresses, bind and run()": rebind,
+            "replay of eager by torch": _torch_graph(x, w, b),
         }
     else:
         arena = plain.executor._threads.here.arena
@@ -120,6 +121,18 @@ def _bound(lib: Any, x: Any, w: Any, b: Any, out: Any) -> Call:
     for name, tensor in zip(("x", "w", "b", "out0"), (x, w, b, out), strict=True):
         lib.bind(name, tensor)
     return lambda i: lib.run()
+
+
+def _torch_graph(x: Any, w: Any, b: Any) -> Call:
+    """Return what launches eager's kernels as a CUDA graph that torch recorded."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gelu_tanh(x, w, b)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gelu_tanh(x, w, b)
+    return lambda i: graph.replay()
 
 
 def host_times(calls: dict[str, Call], device: str, count: int, windows: int) -> list[Row]:

@@ -28,7 +28,7 @@ _CUDA = 2
 
 
 class CpuContext:
-    """A virtual machine, a thread pool and an arena of the calling thread."""
+    """An arena, a thread pool and a virtual machine of the calling thread."""
 
     graphs: Graphs | None = None
 
@@ -77,7 +77,7 @@ class CpuContext:
 
 
 class CudaMachine:
-    """A library's virtual machine on a GPU, which keeps weights: one for all threads, in turns."""
+    """A library's virtual machine on a GPU, which keeps weights: it serves a thread at a time."""
 
     def __init__(self, library: Library, manifest: Manifest) -> None:
         if manifest.arena is None:

@@ -31,8 +31,7 @@ class Executor:
 
     Arguments are passed without a copy where they are contiguous and aligned to 16 bytes, else
     copied (``copies`` counts them). Results are new tensors, or written to ``out=``. Several
-    threads may call at once: on a CPU each has a virtual machine and a thread pool of its own, on a
-    GPU they take turns (the work itself is asynchronous).
+    threads may call at once, each with intermediates and, on a CPU, a thread pool of its own.
 
     Parameters
     ----------
