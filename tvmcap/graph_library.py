@@ -22,6 +22,7 @@ from tvmcap.capture import custom, graphs
 from tvmcap.capture.partition import Pair
 from tvmcap.kernel import registry
 from tvmcap.kernel.stores import open_stores
+from tvmcap.library import entry as entries
 from tvmcap.library import export, lower
 from tvmcap.runtime.executor import Executor
 from tvmcap.runtime.graph_call import GraphCall
@@ -78,7 +79,7 @@ def compile_graph(
         mod = graphs.read(graph, names, dims or {}, {}).mod
         stores = open_stores(config, target)
         planned = chain.planned(mod, config, target, stores, trace)
-        executable = lower.lower(planned, target)
+        executable = lower.lower(entries.add(planned, target), target)
         manifest = chain.manifest([planned], entry.signature, config, target, trace, key, start)
         export.write(executable, path, manifest, None)
 
