@@ -134,12 +134,12 @@ class _HostFunction:
 
     def _name(self, var: Any, value: Any) -> None:
         """Let a variable stand for a tensor, a number, or the nothing that kernels return."""
-        if value in self.tensors:
+        if value in self.data:
             self.tensors[var], self.data[var] = self.tensors[value], self.data[value]
         elif isinstance(value.ty, tvm.ir.PrimType):
-            self.tensors[var] = value
+            self.tensors[var] = self.tensors.get(value, value)
         elif not isinstance(value, relax.Tuple) or value.fields:
-            raise ContractError(f"entry: {var.name_hint} is bound to what is no kernel: {value}")
+            raise ContractError(f"entry: {var.name} is bound to what is no kernel: {value}")
 
     def _symbol(self, kernel: str) -> str:
         """Name a kernel that is compiled apart: TVM declares a symbol each time it is named whole.
