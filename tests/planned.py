@@ -93,7 +93,10 @@ def nbytes(ty: Any, sizes: Mapping[str, int]) -> int:
 
 
 def module(
-    make: Callable[..., Any], *shapes: Sequence[int | str], names: Sequence[str] = ()
+    make: Callable[..., Any],
+    *shapes: Sequence[int | str],
+    names: Sequence[str] = (),
+    dtype: str = "float32",
 ) -> Any:
     """Build ``main`` from ``make(builder, *inputs)`` and one shape an input, named x0, x1, ...
 
@@ -102,7 +105,7 @@ def module(
     builder = relax.BlockBuilder()
     sizes = {e: tirx.Var(e, "int64") for shape in shapes for e in shape if isinstance(e, str)}
     params = [
-        relax.Var(name, relax.TensorType([sizes.get(e, e) for e in shape], "float32"))
+        relax.Var(name, relax.TensorType([sizes.get(e, e) for e in shape], dtype))
         for name, shape in zip(names or [f"x{i}" for i in range(len(shapes))], shapes, strict=True)
     ]
     with builder.function("main", params):

@@ -1,8 +1,9 @@
-"""Host times: the core and the set that are shown; commands of results name no machine."""
+"""Host times: the core and the window that are shown; commands of results name no machine."""
 
+import gc
+import itertools
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,40 +61,137 @@ def test_nothing_changes_where_threads_cannot_be_pinned(monkeypatch):
         assert core is None
 
 
-def a_set(reference, ours):
-    return [
-        {"figure": "call, a mode", "median": 10 * ours, "p99_over_p50": ours},
-        {"figure": "call, plain", "median": 1.0, "p99_over_p50": reference},
-    ]
+def a_window(reference, ours):
+    """A window whose reference and calls have these 99th percentiles over a median of 2 us."""
+    return {
+        "median": 2.0,
+        "p99": 2 * ours,
+        "p99_over_p50": ours,
+        "reference": {"median": 2.0, "p99": 2 * reference, "p99_over_p50": reference},
+    }
 
 
-def test_the_set_is_chosen_by_the_reference_not_by_the_result():
-    shown = steady.steadiest_set([a_set(2.0, 1.1), a_set(1.2, 1.9), a_set(1.3, 1.0)], "call, plain")
-    assert [row["median"] for row in shown] == [19.0, 1.0]
-    assert [row["p99_over_p50"] for row in shown] == [1.9, 1.2]
-    assert shown[0]["p99_over_p50_of_sets"] == [1.1, 1.9, 1.0]
-    assert shown[1]["p99_over_p50_of_sets"] == [2.0, 1.2, 1.3]
+def test_the_window_is_chosen_by_the_reference_not_by_the_result():
+    windows = [a_window(2.0, 1.1), a_window(1.2, 1.9), a_window(1.3, 1.0)]
+    shown = steady.steadiest_window(windows)
+    assert shown["p99_over_p50"] == 1.9 and shown["reference"]["p99_over_p50"] == 1.2
+    assert shown["p99_over_p50_of_windows"] == [1.1, 1.9, 1.0]
+    assert "p99_over_p50_of_windows" not in windows[1], "the windows themselves stay as they are"
+
+
+def test_the_window_is_that_of_the_smallest_99th_percentile_not_of_the_smallest_ratio():
+    slow = {"median": 9.0, "p99": 9.9, "p99_over_p50": 1.1}
+    windows = [{**a_window(1.0, 1.0), "reference": slow}, a_window(1.5, 3.0)]
+    assert steady.steadiest_window(windows)["p99_over_p50"] == 3.0
+
+
+def in_groups(log):
+    """Collapse repetitions: [a, a, b] -> [(a, 2), (b, 1)]."""
+    return [(name, len(list(same))) for name, same in itertools.groupby(log)]
 
 
 @pins
-def test_each_set_is_timed_on_one_core_after_every_mode_ran_on_all():
+def test_calls_and_the_reference_take_turns_of_a_group_after_ready():
+    allowed, log = os.sched_getaffinity(0), []
+    seen = set()
+
+    def call(i):
+        log.append("call")
+        seen.add(frozenset(os.sched_getaffinity(0)))
+
+    row = steady.window(
+        call, lambda i: log.append("reference"), 3 * steady.GROUP, lambda: log.append("ready")
+    )
+    turns = in_groups(log)
+    assert turns[::2] == [("ready", 1)] * 6, "before each group"
+    a_group = steady.GROUP + 10  # and the calls that are not timed
+    order = ("call", "reference", "reference", "call", "call", "reference")
+    assert turns[1::2] == [(name, a_group) for name in order]
+    for samples in (row["samples_ns"], row["reference"]["samples_ns"]):
+        assert sum(samples.values()) == 3 * steady.GROUP
+    assert row["pinned"] is True and len(seen) == 1 and len(min(seen)) == 1
+    assert os.sched_getaffinity(0) == allowed
+
+
+@pins
+def test_a_thread_that_left_its_core_is_not_called_pinned():
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) == 1:
+        pytest.skip("there is one core")
+    row = steady.window(
+        lambda i: os.sched_setaffinity(0, allowed), lambda i: None, steady.GROUP, lambda: None
+    )
+    assert row["pinned"] is False and os.sched_getaffinity(0) == allowed
+
+    def fails(i):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        steady.window(fails, lambda i: None, steady.GROUP, lambda: None)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_a_window_is_not_called_pinned_where_threads_cannot_be(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    row = steady.window(lambda i: None, lambda i: None, steady.GROUP, lambda: None)
+    assert row["pinned"] is False
+
+
+@pins
+def test_every_mode_ran_on_all_cores_before_the_first_window():
     allowed, seen = os.sched_getaffinity(0), []
-    calls = {
-        steady.REFERENCE: steady.add_up,
-        "a mode": lambda i: seen.append(frozenset(os.sched_getaffinity(0))),
-    }
-    rows, pinned = runtime_host.times_of_sets(calls, "cpu", runtime_host.GROUP, sets=3)
-    assert pinned and os.sched_getaffinity(0) == allowed
-    assert seen[0] == allowed and len(seen[-1]) == 1
-    assert [row["figure"] for row in rows] == [f"call, {steady.REFERENCE}", "call, a mode"]
+
+    def mode(name):
+        return lambda i: seen.append((name, frozenset(os.sched_getaffinity(0))))
+
+    calls = {"a mode": mode("a mode"), "another": mode("another")}
+    rows = runtime_host.host_times(calls, "cpu", steady.GROUP, windows=3)
+    assert os.sched_getaffinity(0) == allowed and gc.isenabled()
+    first_pinned = next(i for i, (_, cores) in enumerate(seen) if len(cores) == 1)
+    if len(allowed) > 1:
+        assert {name for name, _ in seen[:first_pinned]} == set(calls)
+        assert {cores for _, cores in seen[first_pinned:]} <= {frozenset([c]) for c in allowed}
+        windows = in_groups(name for name, cores in seen[first_pinned:])
+        assert windows == [(name, steady.GROUP + 10) for name in calls] * 3, "in turns"
+    assert [row["figure"] for row in rows] == ["call, a mode", "call, another"]
     for row in rows:
-        ratios = row["p99_over_p50_of_sets"]
+        ratios = row["p99_over_p50_of_windows"]
         assert len(ratios) == 3 and row["p99_over_p50"] in ratios
-        assert sum(Counter(row["samples_ns"]).values()) == runtime_host.GROUP
-    assert rows[0]["p99_over_p50"] == min(rows[0]["p99_over_p50_of_sets"])
-    moved = {**calls, "a mode": lambda i: os.sched_setaffinity(0, allowed)}
-    _, pinned = runtime_host.times_of_sets(moved, "cpu", runtime_host.GROUP, sets=1)
-    assert pinned == (len(allowed) == 1)
+        assert row["unit"] == "us" and row["pinned"] is True
+        for samples in (row["samples_ns"], row["reference"]["samples_ns"]):
+            assert sum(samples.values()) == steady.GROUP
+
+
+@pytest.mark.parametrize(("us", "numbers"), [(6, 1200), (1, 200), (0.004, 1), (0, 1)])
+def test_the_reference_takes_as_long_as_the_call(us, numbers, monkeypatch):
+    now, made = [0], []
+
+    def adding_up(count):
+        made.append(count)
+        return lambda i: now.__setitem__(0, now[0] + 5 * count)  # 5 ns a number
+
+    def call(i):
+        now[0] += round(1000 * us) + 40_000 * (i % 20 == 0)  # a rare long one changes nothing
+
+    monkeypatch.setattr(steady, "adding_up", adding_up)
+    monkeypatch.setattr(steady, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    reference = steady.as_long_as(call)
+    assert made[-1] == numbers
+    before = now[0]
+    reference(0)
+    assert now[0] - before == 5 * numbers
+
+
+def test_percentiles_of_samples_and_all_of_them():
+    row = steady.spread([*[3000] * 60, *[1000] * 30, *[2000] * 9, 8000, 9000])
+    assert (row["p10"], row["median"], row["p90"], row["p99"]) == (1.0, 3.0, 3.0, 8.0)
+    assert row["p99_over_p50"] == 2.667
+    assert row["samples_ns"] == {"1000": 30, "2000": 9, "3000": 60, "8000": 1, "9000": 1}
+
+
+def test_only_samples_are_left_out_of_what_is_printed():
+    row = {"figure": "call, x", "samples_ns": {"1": 2}, "reference": {"p99": 3, "samples_ns": {}}}
+    assert runtime_host._without_samples(row) == {"figure": "call, x", "reference": {"p99": 3}}
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,12 @@ def test_an_unreadable_file(library: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_manifest(library)
 
 
-def test_a_manifest_of_another_format(tmp_path: Path) -> None:
-    path = tmp_path / "new.so"
+@pytest.mark.parametrize("number", [1, manifests.FORMAT + 1])
+def test_a_manifest_of_another_format(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "other.so"
     path.write_bytes(b"\x7fELF")
-    append_manifest(path, replace(FULL, format=manifests.FORMAT + 1))
-    with pytest.raises(IncompatibleLibraryError, match=r"new\.so.*another version of tvmcap"):
+    append_manifest(path, replace(FULL, format=number))
+    with pytest.raises(IncompatibleLibraryError, match=r"other\.so.*another version of tvmcap"):
         read_manifest(path)
 
 

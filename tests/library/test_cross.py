@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import tvm
 from tvm import tirx
 
 import tvmcap
+from tests.hosted import undefined_kernels
 from tvmcap.base import codegen
 from tvmcap.base.errors import BuildError, IncompatibleLibraryError, LibraryError, ToolchainError
 from tvmcap.base.manifest import read_manifest
@@ -52,6 +54,14 @@ def test_the_library_holds_a_cubin_and_no_source(hopper_block) -> None:
     for source in (b"__global__", b"#include", b"__launch_bounds__", b"wgmma.mma_async"):
         assert source not in data
     assert b"_kernel" in data
+
+
+def test_the_host_function_finds_every_kernel_in_the_library(hopper_block) -> None:
+    names = subprocess.run(
+        ["nm", "-D", hopper_block.path], capture_output=True, text=True, check=True
+    )
+    assert "T __tvm_ffi_main_in_arena\n" in names.stdout
+    assert undefined_kernels(hopper_block.path) == []
 
 
 def test_one_kernel_a_call(hopper_block) -> None:

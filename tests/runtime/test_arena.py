@@ -1,4 +1,4 @@
-"""The arena: made once for the largest batch, or grown and counted; calls allocate nothing else."""
+"""The arena: made once for the largest batch, or grown and counted, and what kernels write to."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 
 import tvmcap
 from tests.runtime.conftest import three_layers
 from tvmcap.base.errors import LibraryError
+from tvmcap.runtime import arena
 from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.loader import empty
 
 Layers = Callable[[int | None], Path]
 
 
-def allocations(run: Executor, call: Callable[[], Any]) -> int:
-    """Count what the virtual machine allocates in ``call``."""
-    seen: list[str] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the storages that arenas make from now on."""
+    storages: list[Any] = []
 
-    def observe(function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
-        seen.extend([symbol] * (before and symbol == "vm.builtin.alloc_storage"))
-        return 0
+    def make(*args: Any) -> Any:
+        storages.append(empty(*args))
+        return storages[-1]
 
-    machine = run._threads.here.arena.vm
-    machine["set_instrument"](tvm_ffi.convert(observe))
-    try:
-        call()
-    finally:
-        machine["set_instrument"](None)
-    return len(seen)
+    monkeypatch.setattr(arena, "empty", make)
+    return storages
 
 
 def test_bounded_sizes_are_planned_at_load(layers: Layers) -> None:
@@ -64,20 +61,37 @@ def test_without_bounds_it_grows_and_counts(layers: Layers) -> None:
     ]
 
 
-def test_random_sizes_allocate_nothing_once_the_largest_was_seen(layers: Layers) -> None:
+@pytest.mark.parametrize("most", [64, None])
+def test_random_sizes_share_storages_once_the_largest_was_seen(
+    layers: Layers, made: list[Any], most: int | None
+) -> None:
     draw, w = random.Random(5), torch.rand(8, 8)
-    for most in (64, None):
-        run = Executor(layers(most))
-        sets = {n: (torch.rand(n, 8), torch.empty(n, 8)) for n in (64, *range(1, 33))}
+    run = Executor(layers(most))
+    held = run._threads.here.arena
+    sets = {n: (torch.rand(n, 8), torch.empty(n, 8)) for n in (64, *range(1, 33))}
+    run(sets[64][0], w, out=sets[64][1])
+    assert len(made) == 2
+    for _ in range(300):
+        x, out = sets[draw.choice(list(sets))]
+        run(x, w, out=out)
+        assert held.tail[-3:-1] == held.storages and held.tail[-1] == 0
+    torch.testing.assert_close(out, three_layers(x, w))
+    assert [id(s) for s in held.storages] == [id(s) for s in made]
+    if most is None:
+        run(torch.rand(65, 8), w)
+        assert len(made) == 4 and [id(s) for s in held.storages] == [id(s) for s in made[2:]]
 
-        def some(run: Executor = run, sets: Any = sets) -> None:
-            for _ in range(300):
-                x, out = sets[draw.choice(list(sets))]
-                run(x, w, out=out)
 
-        run(sets[64][0], w, out=sets[64][1])
-        assert allocations(run, some) == 0
-        assert run.counts.growths == 0
+def test_kernels_write_their_intermediates_to_the_storages(layers: Layers, made: list[Any]) -> None:
+    run, x, w = Executor(layers(64)), torch.rand(5, 8), torch.rand(8, 8)
+    held = [torch.from_dlpack(storage) for storage in made]
+    for storage in held:
+        storage.fill_(255)
+    first = torch.relu(x @ w)
+    torch.testing.assert_close(run(x, w), three_layers(x, w))
+    found = [storage[: first.nbytes].view(torch.float32).view(5, 8) for storage in held]
+    torch.testing.assert_close(found, [first, torch.relu(first @ w)])
+    assert all((storage[first.nbytes :] == 255).all() for storage in held)
 
 
 def test_main_still_allocates_for_callers_of_the_runtime_alone(layers: Layers) -> None:
@@ -89,11 +103,18 @@ def test_main_still_allocates_for_callers_of_the_runtime_alone(layers: Layers) -
     assert run.trace(x, w).intermediate_bytes == 2 * 5 * 8 * 4
 
 
-def test_every_thread_has_its_own(layers: Layers) -> None:
-    run, w = Executor(layers(64)), torch.rand(8, 8)
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_thread_has_its_own(layers: Layers, shared: bool) -> None:
+    """Of one library, and of one that it loaded itself from the same file."""
+    one, w = Executor(layers(64)), torch.rand(8, 8)
     wrong: list[int] = []
+    places: list[int] = []
+    waiting = threading.Barrier(4)
 
     def work(seed: int) -> None:
+        run = one if shared else Executor(layers(64))
+        places.extend(storage.data_ptr() for storage in run._threads.here.arena.storages)
+        waiting.wait(20)
         make = torch.Generator().manual_seed(seed)
         for rows in torch.randint(1, 65, (50,), generator=make).tolist():
             x = torch.rand(rows, 8, generator=make)
@@ -105,7 +126,7 @@ def test_every_thread_has_its_own(layers: Layers) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not wrong and len(set(places)) == len(places) == 8
 
 
 def test_no_memory_is_said_with_the_sizes(tmp_path: Path) -> None:

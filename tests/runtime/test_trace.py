@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import libs
+from tests.runtime.conftest import three_layers
+from tvmcap.base.errors import InputError, LibraryError
 from tvmcap.base.signature import TensorSpec
 from tvmcap.library import export
 from tvmcap.runtime.executor import Executor
+
+Layers = Callable[[int | None], Path]
 
 
 def long_chain_module() -> Any:
@@ -87,3 +94,91 @@ def test_memory_that_is_released_does_not_count(folder: Path) -> None:
     assert trace.kernels == ("matmul",) * 5
     assert trace.intermediate_bytes == 2 * x.nbytes
     torch.testing.assert_close(run(x, w), x @ w @ w @ w @ w @ w)
+
+
+class Seen:
+    """What an executor shows of the calls within ``watched``."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def of(self, run: Executor) -> Any:
+        """Watch the calls of ``run``."""
+        return run.watched(
+            lambda name: self.events.append(("before", name)),
+            lambda name: self.events.append(("after", name)),
+        )
+
+    def kernels(self) -> list[str]:
+        """Return the kernels in order, each of which ends before the next."""
+        assert self.events[::2] == [("before", name) for _, name in self.events[1::2]]
+        assert all(when == "after" for when, _ in self.events[1::2])
+        return [name for _, name in self.events[::2]]
+
+
+@pytest.mark.parametrize("most", [64, None])
+def test_watched_calls_show_each_kernel_and_later_ones_are_native_again(
+    layers: Layers, w: torch.Tensor, most: int | None
+) -> None:
+    run, seen = Executor(layers(most)), Seen()
+    arena = run._threads.here.arena
+    native = arena.entry
+    for rows in (5, 5, 40):  # without a bound the arena grows within
+        x = torch.rand(rows, 8)
+        with seen.of(run):
+            assert arena.entry is not native
+            torch.testing.assert_close(run(x, w), three_layers(x, w))
+        assert arena.entry is native
+        torch.testing.assert_close(run(x, w), three_layers(x, w))
+    x = torch.rand(40, 8)
+    assert seen.kernels() == [*run.kernel_launches(x, w)] * 3 and len(seen.events) == 18
+    assert run.counts.growths == (most is None)
+    assert all(storage.shape[0] >= x.nbytes for storage in arena.storages)
+
+
+def test_a_call_that_fails_while_watched_leaves_nothing_behind(
+    layers: Layers, w: torch.Tensor
+) -> None:
+    run, seen, x = Executor(layers(64)), Seen(), torch.rand(5, 8)
+    native = run._threads.here.arena.entry
+    with pytest.raises(InputError), seen.of(run):
+        run(torch.rand(5, 9), w)
+    with pytest.raises(ValueError, match="of the watcher"), run.watched(refuse, refuse):
+        raise ValueError("of the watcher")
+    assert run._threads.here.arena.entry is native
+    torch.testing.assert_close(run(x, w), three_layers(x, w))
+    assert seen.events == []
+
+
+def refuse(name: str) -> None:
+    raise AssertionError(name)
+
+
+def test_a_library_may_be_closed_while_it_is_watched(layers: Layers, w: torch.Tensor) -> None:
+    run = Executor(layers(64))
+    with Seen().of(run):
+        run(torch.rand(5, 8), w)
+        run.close()
+    with pytest.raises(LibraryError, match="closed"):
+        run(torch.rand(5, 8), w)
+    with pytest.raises(LibraryError, match="closed"):
+        run.watched(refuse, refuse)
+
+
+def test_other_threads_are_not_watched(layers: Layers, w: torch.Tensor) -> None:
+    run, x, results = Executor(layers(64)), torch.rand(5, 8), []
+    with run.watched(refuse, refuse):
+        thread = threading.Thread(target=lambda: results.append(run(x, w)))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(results, [three_layers(x, w)])
+
+
+def test_a_library_without_a_host_function_can_be_watched(
+    run: Executor, x: torch.Tensor, w: torch.Tensor
+) -> None:
+    seen = Seen()
+    with seen.of(run):
+        torch.testing.assert_close(run(x, w), x @ w @ w)
+    torch.testing.assert_close(run(x, w), x @ w @ w)
+    assert seen.kernels() == ["matmul", "matmul"]

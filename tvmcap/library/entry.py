@@ -37,22 +37,24 @@ def add(mod: tvm.IRModule, target: Any) -> tvm.IRModule:
     entry allocates, and the index of the device. Constants are returned by a function of their own.
     """
     functions = dict(mod.functions.items())
-    for gvar, main in mod.functions.items():
-        if not isinstance(main, relax.Function):
-            continue
-        name, constants = names(gvar.name_hint)
-        functions[tvm.ir.GlobalVar(name)] = _lowered(
-            _HostFunction(main, target.kind.name).made(name)
-        )
+    entries = {g.name_hint: f for g, f in functions.items() if isinstance(f, relax.Function)}
+    declared: set[str] = set()
+    for entry, main in sorted(entries.items()):  # the order in which code is generated
+        name, constants = names(entry)
+        host = _HostFunction(main, target.kind.name, declared).made(name)
+        functions[tvm.ir.GlobalVar(name)] = _lowered(host)
         functions[tvm.ir.GlobalVar(constants)] = _returning(weights.constants(main))
     return tvm.IRModule(functions, attrs=mod.attrs)
 
 
 def _lowered(func: Any) -> Any:
-    """Spell out calls and tensors: the passes after this one take bfloat16 for another dtype."""
-    host = func.with_attr("target", tvm.target.Target("llvm"))
-    done = tirx.transform.LowerTVMBuiltin()(tvm.IRModule({"main": host}))["main"]
-    return done.without_attr("target")
+    """Spell out calls and tensors: the passes after this one take bfloat16 for another dtype.
+
+    TVM does so for the functions of a host alone, which are told by their target.
+    """
+    lower = tirx.transform.LowerTVMBuiltin()
+    on_host = func.with_attr("target", tvm.target.Target("llvm"))
+    return lower(tvm.IRModule({"main": on_host}))["main"].without_attr("target")
 
 
 def _returning(constants: list[Any]) -> Any:
@@ -69,15 +71,17 @@ class _HostFunction:
     ----------
     tensors: variable or constant of the entry -> the tensor that a kernel takes for it.
     data: the same -> where its elements lie.
+    declared: kernels compiled apart that the library's host functions name so far.
     """
 
-    def __init__(self, main: Any, kind: str) -> None:
+    def __init__(self, main: Any, kind: str, declared: set[str]) -> None:
         self.main = main
         self.device = tirx.Var("device", "int32")
         self.device_type = _DEVICE_TYPES[kind]
         self.tensors: dict[Any, Any] = {}
         self.data: dict[Any, Any] = {}
         self.params: list[Any] = []
+        self.declared = declared
 
     def made(self, name: str) -> Any:
         """Return the function."""
@@ -119,7 +123,7 @@ class _HostFunction:
             return tirx.IfThenElse(cond, *branches)
         callee = getattr(value, "op", None)
         if isinstance(callee, relax.ExternFunc):
-            return self._call(_SYMBOL + str(callee.global_symbol), value.args)
+            return self._call(self._symbol(str(callee.global_symbol)), value.args)
         if isinstance(callee, tvm.ir.GlobalVar):
             return self._call(callee.name_hint, value.args)
         if is_op(value, "memory.alloc_tensor") or is_op(value, "reshape"):
@@ -130,12 +134,22 @@ class _HostFunction:
 
     def _name(self, var: Any, value: Any) -> None:
         """Let a variable stand for a tensor, a number, or the nothing that kernels return."""
-        if value in self.tensors:
+        if value in self.data:
             self.tensors[var], self.data[var] = self.tensors[value], self.data[value]
         elif isinstance(value.ty, tvm.ir.PrimType):
-            self.tensors[var] = value
+            self.tensors[var] = self.tensors.get(value, value)
         elif not isinstance(value, relax.Tuple) or value.fields:
-            raise ContractError(f"entry: {var.name_hint} is bound to what is no kernel: {value}")
+            raise ContractError(f"entry: {var.name} is bound to what is no kernel: {value}")
+
+    def _symbol(self, kernel: str) -> str:
+        """Name a kernel that is compiled apart: TVM declares a symbol each time it is named whole.
+
+        A second declaration gets another name, which nothing defines.
+        """
+        if kernel in self.declared:
+            return kernel
+        self.declared.add(kernel)
+        return _SYMBOL + kernel
 
     def _call(self, name: str, args: Any) -> Any:
         passed = [self.tensors.get(arg, arg) for arg in args]
