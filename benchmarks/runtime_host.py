@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import meta
 from runtime_memory import memory_rows
-from steady import Call, Row, as_long_as, steadiest_window, window
+from steady import Call, Row, Window, as_long_as, row, window
 
 import tvmcap
 from examples.models import gelu_tanh
@@ -138,15 +138,14 @@ def _torch_graph(x: Any, w: Any, b: Any) -> Call:
 def host_times(calls: dict[str, Call], device: str, count: int, windows: int) -> list[Row]:
     """Time ``count`` calls of each mode, one by one, in each of ``windows`` windows; microseconds.
 
-    The modes take turns, a window each. The row of a mode is its steadiest window, by what plain
-    Python took in turns with it.
+    The modes take turns, a window each. What a row tells first is of the quiet moments.
     """
 
     def synchronize() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    taken: dict[str, list[Row]] = {name: [] for name in calls}
+    taken: dict[str, list[Window]] = {name: [] for name in calls}
     with torch.no_grad():
         for call in calls.values():  # TVM makes a thread's pool at its first call, of all cores
             for i in range(5 * ROTATED):
@@ -159,8 +158,7 @@ def host_times(calls: dict[str, Call], device: str, count: int, windows: int) ->
                 taken[name].append(window(call, references[name], count, synchronize))
         gc.enable()
     return [
-        {"figure": f"call, {name}", "unit": "us", **steadiest_window(rows)}
-        for name, rows in taken.items()
+        {"figure": f"call, {name}", "unit": "us", **row(of_mode)} for name, of_mode in taken.items()
     ]
 
 
@@ -260,8 +258,8 @@ def main() -> None:
     k, n = SHAPES[kind]
     shape = {"k": k, "n": n, "dtype": DTYPES[kind], "most": MOST_ROWS}
     rows += memory_rows(path, device, shape, options.cycles, options.sizes, **counts)
-    for row in rows:
-        print(json.dumps(_without_samples(row)), flush=True)
+    for found in rows:
+        print(json.dumps(_without_samples(found)), flush=True)
     if options.json:
         problem = {"M": ROWS[kind], "K": k, "N": n, "cores": len(os.sched_getaffinity(0))}
         problem["windows"] = options.windows

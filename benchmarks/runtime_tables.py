@@ -13,11 +13,11 @@ _WINDOWS = "p99_over_p50_of_windows"
 
 
 def host_times(rows: list[Row]) -> Table:
-    """One line a way of calling; the last cells where rows hold a reference and all windows."""
+    """One line a way of calling; the last cells where rows tell quiet moments and all windows."""
     head = ["call", "median, us", "10th to 90th percentile", "99th", "99th over median"]
     windows = max((len(row.get(_WINDOWS, ())) for row in calls(rows)), default=0)
     if windows:
-        head += ["plain Python of that length", f"of {windows} windows: least, median, most"]
+        head += ["quiet", f"of {windows} windows: least, median, most", "plain Python in them"]
     body = [
         [
             row["figure"].removeprefix(_CALL),
@@ -52,13 +52,16 @@ def others(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row["figure"].startswith(_CALL)]
 
 
-def _steadiness(row: Row) -> tuple[str, str]:
-    """Return the 99th percentile over the median of the reference, and of every window."""
+def _steadiness(row: Row) -> tuple[str, ...]:
+    """Return the share of quiet calls, and how far calls and reference spread in all windows."""
     if _WINDOWS not in row:
-        return "", ""
-    ratios: Sequence[float] = row[_WINDOWS]
-    spread = f"{min(ratios):.2f}, {median(ratios):.2f}, {max(ratios):.2f}"
-    return f"{row['reference']['p99_over_p50']:.2f}", spread
+        return "", "", ""
+    spreads = (_least_to_most(row[key]) for key in (_WINDOWS, "reference_of_windows"))
+    return f"{row['quiet']:.0%}", *spreads
+
+
+def _least_to_most(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f}, {median(ratios):.2f}, {max(ratios):.2f}"
 
 
 def part(select: Callable[[list[Row]], list[Row]]) -> Callable[[Row], tuple[Row, list[Row]]]:

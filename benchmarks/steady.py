@@ -1,7 +1,8 @@
-"""The core to time host code on: the steadiest right now, by a loop that calls nothing measured.
+"""Timing host code where other guests share the cores: on a steady core, at quiet moments.
 
-The guests of a machine share its physical cores: one virtual core can be twice as slow as its
-neighbour, or far less steady, and some seconds later it is another one.
+A virtual core can be twice as slow as its neighbour, or far less steady, and some milliseconds
+later it is another one. What is measured stands between calls of a reference, plain Python that
+takes as long: they tell how quiet it was, and nothing of what is measured decides that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
@@ -21,6 +23,8 @@ Call = Callable[[int], object]
 
 #: Calls of one kind in a row: far fewer than a device's queue holds.
 GROUP = 200
+#: How far the 90th percentile of the reference may be over its best median at a quiet moment.
+_QUIET = 1.2
 _SHORT = 200  # numbers to add up, which takes about a microsecond
 _WARM = 300
 
@@ -86,32 +90,72 @@ def on_steadiest_core(count: int = 3_000) -> Iterator[int | None]:
         yield cpu
 
 
-def window(call: Call, reference: Call, count: int, ready: Callable[[], object]) -> Row:
-    """Time ``count`` calls and as many of the reference, in turns of a group, on one core.
+@dataclass(frozen=True)
+class Window:
+    """Groups of calls on one core, in nanoseconds, the i-th between references i and i + 1.
 
-    ``ready`` is called before each group. Returns ``spread`` of the calls, that of the reference
-    as ``reference``, and ``pinned``: whether the thread stayed on the core.
+    ``pinned`` tells whether the thread stayed on the core.
     """
-    taken: tuple[list[int], list[int]] = ([], [])
+
+    calls: list[list[int]]
+    references: list[list[int]]
+    pinned: bool
+
+
+def window(call: Call, reference: Call, count: int, ready: Callable[[], object]) -> Window:
+    """Time ``count`` calls in groups on the steadiest core; ``ready`` is called before each."""
+    calls, references = [], []
     with on_steadiest_core() as core:
-        for group in range(count // GROUP):
-            turns = list(zip((call, reference), taken, strict=True))
-            for one, samples in turns if group % 2 == 0 else reversed(turns):
-                ready()
-                for i in range(10):  # code and data of this call back into the caches
-                    one(i)
-                samples += timed(one, GROUP)
+        references.append(_group(reference))
+        for _ in range(count // GROUP):
+            ready()
+            calls.append(_group(call))
+            references.append(_group(reference))
         pinned = core is not None and os.sched_getaffinity(0) == {core}
-    return {**spread(taken[0]), "reference": spread(taken[1]), "pinned": pinned}
+    return Window(calls, references, pinned)
 
 
-def steadiest_window(windows: Sequence[Row]) -> Row:
-    """Return the window whose reference has the smallest 99th percentile, whatever the calls took.
+def quiet_calls(windows: Sequence[Window]) -> list[int]:
+    """Return what calls took in the groups between two references that nothing disturbed."""
+    best = min(statistics.median(group) for w in windows for group in w.references)
 
-    It gets the ratios of all windows, in order, as ``p99_over_p50_of_windows``.
+    def is_quiet(group: list[int]) -> bool:
+        return 1e3 * float(spread(group)["p90"]) <= _QUIET * best
+
+    return [
+        nanoseconds
+        for w in windows
+        for group, before, after in zip(w.calls, w.references, w.references[1:], strict=False)
+        if is_quiet(before) and is_quiet(after)
+        for nanoseconds in group
+    ]
+
+
+def row(windows: Sequence[Window]) -> Row:
+    """Return the spread of the quiet calls, of all calls where none was quiet.
+
+    ``quiet`` is their share, ``all`` and ``reference`` are the spreads of all calls and of the
+    reference; ``p99_over_p50_of_windows`` and ``reference_of_windows`` list those of each window.
     """
-    shown = min(windows, key=lambda row: float(row["reference"]["p99"]))
-    return {**shown, "p99_over_p50_of_windows": [row["p99_over_p50"] for row in windows]}
+    quiet = quiet_calls(windows)
+    calls = [[ns for group in w.calls for ns in group] for w in windows]
+    references = [[ns for group in w.references for ns in group] for w in windows]
+    everything = [ns for of_window in calls for ns in of_window]
+    return {
+        **spread(quiet or everything),
+        "quiet": round(len(quiet) / len(everything), 3),
+        "all": spread(everything),
+        "reference": spread([ns for of_window in references for ns in of_window]),
+        "p99_over_p50_of_windows": [spread(ns)["p99_over_p50"] for ns in calls],
+        "reference_of_windows": [spread(ns)["p99_over_p50"] for ns in references],
+        "pinned": all(w.pinned for w in windows),
+    }
+
+
+def _group(call: Call) -> list[int]:
+    for i in range(10):  # code and data of this call back into the caches
+        call(i)
+    return timed(call, GROUP)
 
 
 def _p99_on(cpu: int, count: int) -> float:
