@@ -21,9 +21,11 @@ Row = dict[str, Any]
 Call = Callable[[int], object]
 """(number of the call) -> anything."""
 
-#: Calls of one kind in a row: far fewer than a device's queue holds.
-GROUP = 200
-#: How far the 90th percentile of the reference may be over its best median at a quiet moment.
+#: Calls of one kind in a row: short enough for what disturbs them to be seen beside them, and far
+#: fewer than a device's queue holds.
+GROUP = 50
+#: At a quiet moment all calls of a group of the reference but one take less than this, in its best
+#: medians.
 _QUIET = 1.2
 _SHORT = 200  # numbers to add up, which takes about a microsecond
 _WARM = 300
@@ -120,7 +122,7 @@ def quiet_calls(windows: Sequence[Window]) -> list[int]:
     best = min(statistics.median(group) for w in windows for group in w.references)
 
     def is_quiet(group: list[int]) -> bool:
-        return 1e3 * float(spread(group)["p90"]) <= _QUIET * best
+        return sum(ns > _QUIET * best for ns in group) <= 1
 
     return [
         nanoseconds

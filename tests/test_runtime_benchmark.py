@@ -1,4 +1,4 @@
-"""Host times: the core and the window that are shown; commands of results name no machine."""
+"""Host times: the core, the windows and the quiet moments; commands of results name no machine."""
 
 import gc
 import itertools
@@ -61,28 +61,39 @@ def test_nothing_changes_where_threads_cannot_be_pinned(monkeypatch):
         assert core is None
 
 
-def a_window(reference, ours):
-    """A window whose reference and calls have these 99th percentiles over a median of 2 us."""
-    return {
-        "median": 2.0,
-        "p99": 2 * ours,
-        "p99_over_p50": ours,
-        "reference": {"median": 2.0, "p99": 2 * reference, "p99_over_p50": reference},
-    }
+def a_window(*, calls, references, pinned=True):
+    """A window of groups of four: each number given stands for a whole group."""
+    return steady.Window([[ns] * 4 for ns in calls], [[ns] * 4 for ns in references], pinned)
 
 
-def test_the_window_is_chosen_by_the_reference_not_by_the_result():
-    windows = [a_window(2.0, 1.1), a_window(1.2, 1.9), a_window(1.3, 1.0)]
-    shown = steady.steadiest_window(windows)
-    assert shown["p99_over_p50"] == 1.9 and shown["reference"]["p99_over_p50"] == 1.2
-    assert shown["p99_over_p50_of_windows"] == [1.1, 1.9, 1.0]
-    assert "p99_over_p50_of_windows" not in windows[1], "the windows themselves stay as they are"
+def test_calls_are_quiet_between_two_references_that_are_whatever_they_took():
+    windows = [
+        a_window(calls=[10, 99, 30], references=[100, 119, 121, 100]),
+        a_window(calls=[50], references=[90, 100], pinned=False),
+    ]
+    # the best median is 90: up to 108 is quiet
+    assert steady.quiet_calls(windows) == [50] * 4
+    windows[1] = a_window(calls=[50], references=[100, 100])
+    assert steady.quiet_calls(windows) == [*[10] * 4, *[50] * 4]
+    windows[0].references[0][2] = 900  # one disturbed call of a reference is allowed, two are not
+    assert steady.quiet_calls(windows) == [*[10] * 4, *[50] * 4]
+    windows[0].references[0][3] = 900
+    assert steady.quiet_calls(windows) == [50] * 4
 
 
-def test_the_window_is_that_of_the_smallest_99th_percentile_not_of_the_smallest_ratio():
-    slow = {"median": 9.0, "p99": 9.9, "p99_over_p50": 1.1}
-    windows = [{**a_window(1.0, 1.0), "reference": slow}, a_window(1.5, 3.0)]
-    assert steady.steadiest_window(windows)["p99_over_p50"] == 3.0
+def test_a_row_tells_of_quiet_calls_and_beside_them_of_all():
+    windows = [
+        a_window(calls=[1000, 1000, 3000], references=[100, 100, 200, 100]),
+        a_window(calls=[2000, 2000], references=[100, 300, 100], pinned=False),
+    ]
+    row = steady.row(windows)
+    assert row["samples_ns"] == {"1000": 4} and row["quiet"] == 0.2
+    assert row["all"]["samples_ns"] == {"1000": 8, "2000": 8, "3000": 4}
+    assert row["reference"]["samples_ns"] == {"100": 20, "200": 4, "300": 4}
+    assert row["p99_over_p50_of_windows"] == [3.0, 1.0]
+    assert row["reference_of_windows"] == [2.0, 3.0] and row["pinned"] is False
+    noisy = steady.row([a_window(calls=[7], references=[100, 200])])
+    assert noisy["samples_ns"] == {"7": 4} and noisy["quiet"] == 0
 
 
 def in_groups(log):
@@ -91,7 +102,7 @@ def in_groups(log):
 
 
 @pins
-def test_calls_and_the_reference_take_turns_of_a_group_after_ready():
+def test_each_group_of_calls_stands_between_two_of_the_reference_and_comes_after_ready():
     allowed, log = os.sched_getaffinity(0), []
     seen = set()
 
@@ -99,17 +110,15 @@ def test_calls_and_the_reference_take_turns_of_a_group_after_ready():
         log.append("call")
         seen.add(frozenset(os.sched_getaffinity(0)))
 
-    row = steady.window(
+    window = steady.window(
         call, lambda i: log.append("reference"), 3 * steady.GROUP, lambda: log.append("ready")
     )
-    turns = in_groups(log)
-    assert turns[::2] == [("ready", 1)] * 6, "before each group"
     a_group = steady.GROUP + 10  # and the calls that are not timed
-    order = ("call", "reference", "reference", "call", "call", "reference")
-    assert turns[1::2] == [(name, a_group) for name in order]
-    for samples in (row["samples_ns"], row["reference"]["samples_ns"]):
-        assert sum(samples.values()) == 3 * steady.GROUP
-    assert row["pinned"] is True and len(seen) == 1 and len(min(seen)) == 1
+    turn = [("ready", 1), ("call", a_group), ("reference", a_group)]
+    assert in_groups(log) == [("reference", a_group), *turn * 3]
+    assert [len(group) for group in window.calls] == [steady.GROUP] * 3
+    assert [len(group) for group in window.references] == [steady.GROUP] * 4
+    assert window.pinned is True and len(seen) == 1 and len(min(seen)) == 1
     assert os.sched_getaffinity(0) == allowed
 
 
@@ -118,10 +127,10 @@ def test_a_thread_that_left_its_core_is_not_called_pinned():
     allowed = os.sched_getaffinity(0)
     if len(allowed) == 1:
         pytest.skip("there is one core")
-    row = steady.window(
+    window = steady.window(
         lambda i: os.sched_setaffinity(0, allowed), lambda i: None, steady.GROUP, lambda: None
     )
-    assert row["pinned"] is False and os.sched_getaffinity(0) == allowed
+    assert window.pinned is False and os.sched_getaffinity(0) == allowed
 
     def fails(i):
         raise KeyError
@@ -133,8 +142,8 @@ def test_a_thread_that_left_its_core_is_not_called_pinned():
 
 def test_a_window_is_not_called_pinned_where_threads_cannot_be(monkeypatch):
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    row = steady.window(lambda i: None, lambda i: None, steady.GROUP, lambda: None)
-    assert row["pinned"] is False
+    window = steady.window(lambda i: None, lambda i: None, steady.GROUP, lambda: None)
+    assert window.pinned is False
 
 
 @pins
@@ -155,11 +164,10 @@ def test_every_mode_ran_on_all_cores_before_the_first_window():
         assert windows == [(name, steady.GROUP + 10) for name in calls] * 3, "in turns"
     assert [row["figure"] for row in rows] == ["call, a mode", "call, another"]
     for row in rows:
-        ratios = row["p99_over_p50_of_windows"]
-        assert len(ratios) == 3 and row["p99_over_p50"] in ratios
+        assert len(row["p99_over_p50_of_windows"]) == len(row["reference_of_windows"]) == 3
         assert row["unit"] == "us" and row["pinned"] is True
-        for samples in (row["samples_ns"], row["reference"]["samples_ns"]):
-            assert sum(samples.values()) == steady.GROUP
+        assert sum(row["all"]["samples_ns"].values()) == 3 * steady.GROUP
+        assert sum(row["reference"]["samples_ns"].values()) == 3 * 2 * steady.GROUP
 
 
 @pytest.mark.parametrize(("us", "numbers"), [(6, 1200), (1, 200), (0.004, 1), (0, 1)])
