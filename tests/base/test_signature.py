@@ -9,7 +9,7 @@ import pytest
 
 from tests.libs import chain_signature, pair_signature
 from tvmcap.base.errors import LibraryError
-from tvmcap.base.signature import Signature, evaluate, flatten, unflatten
+from tvmcap.base.signature import Signature, evaluate, flatten, grows, unflatten
 
 
 @pytest.mark.parametrize("signature", [chain_signature(maximum=7), pair_signature()])
@@ -48,6 +48,22 @@ def test_a_field_of_another_kind_is_an_error() -> None:
 )
 def test_sizes(size: int | str, value: int) -> None:
     assert evaluate(size, {"B": 5, "T": 10}) == value
+
+
+@pytest.mark.parametrize(
+    "size",
+    [7, "B", "B * 4", "B * N + 3", "(B - 2) * 32", "(B + 1) // 2", "min(B, N)", "max(B * 2, 8)"],
+)
+def test_sizes_that_are_largest_where_their_dimensions_are(size: int | str) -> None:
+    assert grows(size)
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["64 - B", "B * -1 + 64", "1000 // B", "B % 7 + 2", "N * (64 - B)", "min(64 - B, B)", "?"],
+)
+def test_sizes_that_may_be_larger_where_a_dimension_is_smaller(size: str) -> None:
+    assert not grows(size)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests import libs
 from tvmcap.base.errors import BuildError, DamagedLibraryError, LibraryError, ToolchainError
@@ -127,6 +130,34 @@ def test_offsets_outside_the_file_are_damage(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DamagedLibraryError, match="not a safetensors file"):
         read_tensors(path, hashlib.sha256(content).hexdigest())
+
+
+GLOBAL = """
+import ctypes, sys, numpy as np, torch
+import tvm_ffi.libinfo
+from tvmcap.runtime.executor import Executor
+from tvmcap.runtime.loader import ffi
+ffi()
+ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), mode=ctypes.RTLD_GLOBAL)
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+print(float(Executor(sys.argv[2])(torch.ones(2, 2))[0, 0]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="about the dynamic linker of Linux")
+def test_kernels_of_one_name_that_are_global_are_not_called(tmp_path: Path) -> None:
+    paths = []
+    for add in (1, 2):
+        built = libs.quick(lambda x, add=add: (x * 3).relu() + add, torch.ones(2, 2))
+        paths.append(tmp_path / f"{add}.so")
+        built.export(paths[-1])
+    names = [Executor(path).kernel_launches(torch.ones(2, 2)) for path in paths]
+    assert names[0] == names[1]
+    command = [sys.executable, "-c", GLOBAL, *map(str, paths)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 5
 
 
 def test_copying(chain: Path, tmp_path: Path) -> None:

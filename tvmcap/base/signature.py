@@ -219,6 +219,30 @@ def evaluate(size: Size, dims: Mapping[str, int]) -> int:
         ) from e
 
 
+def grows(size: Size) -> bool:
+    """Whether a size, as ``evaluate`` reads it, is never smaller where its dimensions are larger.
+
+    False where that cannot be told from how it is written. Extents are taken as not negative.
+    """
+    try:
+        return isinstance(size, int) or _grows(ast.parse(size, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _grows(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, int) and node.value >= 0
+    if isinstance(node, ast.Name):
+        return True
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Add | ast.Mult):
+            return _grows(node.left) and _grows(node.right)
+        known = isinstance(node.right, ast.Constant) and _grows(node.right)
+        return known and isinstance(node.op, ast.Sub | ast.FloorDiv) and _grows(node.left)
+    return isinstance(node, ast.Call) and all(map(_grows, node.args))
+
+
 def _walk(node: ast.expr, dims: Mapping[str, int]) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value

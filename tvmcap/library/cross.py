@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ class Apart:
     mod: Any
     target: dict[str, Any]
 
-    def export_library(self, path: str) -> None:
-        """Compile and link to ``path``; raises BuildError with the child's last words."""
+    def export_library(self, path: str, options: Sequence[str] = ()) -> None:
+        """Compile and link to ``path``; raises BuildError with the child's last words.
+
+        ``options`` go to the compiler that links.
+        """
         import json
 
         import tvm
@@ -35,7 +39,7 @@ class Apart:
             source = Path(folder, "module.json")
             source.write_text(tvm.ir.save_json(self.mod))
             module = [sys.executable, "-m", "tvmcap.library.cross"]
-            command = [*module, str(source), json.dumps(self.target), path]
+            command = [*module, str(source), json.dumps(self.target), path, *options]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -44,14 +48,15 @@ class Apart:
             raise BuildError(f"cross-compiling for {arch} failed: {last}\n{done.stderr[-4000:]}")
 
 
-def main(source: str, target: str, path: str) -> None:
+def main(source: str, target: str, path: str, *options: str) -> None:
     """Compile the module of ``source`` (TVM's JSON) for ``target`` (JSON) into ``path``."""
     driver.preload()
 
     from tvmcap.library.lower import compile_module
 
     mod = ir_text.parse(Path(source).read_text())
-    compile_module(mod, codegen.make_target(target)).export_library(path)
+    executable = compile_module(mod, codegen.make_target(target))
+    executable.export_library(path, options=list(options))
 
 
 if __name__ == "__main__":

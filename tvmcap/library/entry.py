@@ -23,6 +23,7 @@ _ALIGNMENT = 16
 #: What a symbol of TVM's starts with (TVM_FFI_SYMBOL_PREFIX in tvm/ffi/c_api.h): a kernel compiled
 #: apart is found by it when the library is linked.
 _SYMBOL = "__tvm_ffi_"
+_TOO_SMALL = "a storage for intermediates holds fewer bytes than the sizes of the call need"
 
 
 def names(entry: str) -> tuple[str, str]:
@@ -34,7 +35,8 @@ def add(mod: tvm.IRModule, target: Any) -> tvm.IRModule:
     """Ensures each planned entry also has its host function, for a target.
 
     It takes what the entry takes, then its constants, a uint8 tensor for each storage that the
-    entry allocates, and the index of the device. Constants are returned by a function of their own.
+    entry allocates, and the index of the device. It fails before the first kernel where a storage
+    is too small. Constants are returned by a function of their own.
     """
     functions = dict(mod.functions.items())
     entries = {g.name_hint: f for g, f in functions.items() if isinstance(f, relax.Function)}
@@ -55,6 +57,11 @@ def _lowered(func: Any) -> Any:
     lower = tirx.transform.LowerTVMBuiltin()
     on_host = func.with_attr("target", tvm.target.Target("llvm"))
     return lower(tvm.IRModule({"main": on_host}))["main"].without_attr("target")
+
+
+def _expecting(condition: Any, message: str) -> Any:
+    text = tvm.ir.StringImm
+    return tirx.AssertStmt(condition, text("RuntimeError"), [text(message)])
 
 
 def _returning(constants: list[Any]) -> Any:
@@ -90,10 +97,13 @@ class _HostFunction:
         for i, constant in enumerate(weights.constants(self.main)):
             shape = [int(n) for n in constant.value.shape]
             self._take(constant, f"constant{i}", shape, str(constant.value.dtype))
+        checks = []
         for i, binding in enumerate(storages(self.main)):
-            self._take(binding.var, f"storage{i}", [tirx.Var(f"bytes{i}", "int64")], "uint8")
+            held = tirx.Var(f"bytes{i}", "int64")
+            self._take(binding.var, f"storage{i}", [held], "uint8")
+            checks.append(_expecting(held >= binding.value.args[0].values[0], _TOO_SMALL))
         nothing = tvm.ir.StringImm("")
-        body = self._sequence(self.main.body)
+        body = tirx.stmt_seq(*checks, self._sequence(self.main.body))
         body = tirx.AttrStmt(nothing, "device_type", tirx.const(self.device_type, "int32"), body)
         body = tirx.AttrStmt(nothing, "device_id", self.device, body)
         attrs = {"global_symbol": name, "s_tir": True}

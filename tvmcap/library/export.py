@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from tvmcap.base.manifest import (
 )
 from tvmcap.base.replaced import of_one_version
 from tvmcap.base.tensors import write_tensors
+
+#: A library calls its own kernels, whatever of the same name is global in a process.
+_OPTIONS = ["-Wl,-Bsymbolic"] if sys.platform.startswith("linux") else []
 
 
 def write(
@@ -58,7 +62,7 @@ def weights_path(path: Path) -> Path:
 def _link(executable: Any, path: Path) -> None:
     compiler = codegen.require_linker()
     try:
-        executable.export_library(str(path))
+        executable.export_library(str(path), options=_OPTIONS)
     except Exception as e:
         raise BuildError(f"linking the library with {compiler} failed; its message:\n{e}") from e
 

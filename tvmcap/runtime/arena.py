@@ -8,7 +8,7 @@ from typing import Any
 
 from tvmcap.base.errors import LibraryError
 from tvmcap.base.manifest import Manifest
-from tvmcap.base.signature import evaluate
+from tvmcap.base.signature import evaluate, grows
 from tvmcap.runtime.loader import Library, empty
 
 _GROWTH = 2
@@ -22,8 +22,9 @@ def _names(entry: str) -> tuple[str, str]:
 class Arena:
     """Storage for the intermediates of one call at a time, and the function that takes it.
 
-    Where every size has an upper bound it is made at once for the largest; else it grows, at least
-    doubling, with the largest call so far. A library without intermediates has none.
+    Where every dimension has an upper bound, and no storage shrinks as one grows, it is made at
+    once for the largest; else it grows, at least doubling, with the largest call so far. A library
+    without intermediates has none.
 
     Attributes
     ----------
@@ -52,7 +53,8 @@ class Arena:
         self.growths = 0
         self._hold((), (0,) * len(self._sizes))
         most = {dim.name: dim.max for dim in manifest.signature.dims if dim.max is not None}
-        self.bounded = len(most) == len(manifest.signature.dims)
+        known = len(most) == len(manifest.signature.dims)
+        self.bounded = known and all(map(grows, self._sizes))
         if self._sizes and self.bounded:
             self._allocate(self.needs(most), most)
 
