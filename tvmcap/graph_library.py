@@ -76,11 +76,12 @@ def compile_graph(
     def make(path: Path) -> None:
         configure_threads()
         trace = pipeline.Trace()
-        mod = graphs.read(graph, names, dims or {}, {}).mod
+        read = graphs.read(graph, names, dims or {}, {})
         stores = open_stores(config, target)
-        planned = chain.planned(mod, config, target, stores, trace)
+        planned = chain.planned(read.mod, config, target, stores, trace)
         executable = lower.lower(entries.add(planned, target), target)
-        manifest = chain.manifest([planned], entry.signature, config, target, trace, key, start)
+        signature = read.entry.signature
+        manifest = chain.manifest([planned], signature, config, target, trace, key, start)
         export.write(executable, path, manifest, None)
 
     path = cache.store(key, make, config.cache_dir)

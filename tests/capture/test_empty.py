@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.capture.running import check, same
 from tests.libs import quick
-from tvmcap.base.errors import CaptureError
+from tvmcap.base.errors import CaptureError, InputError
 from tvmcap.capture.export import capture
 
 NOTHING = torch.zeros(4, 0)
@@ -59,3 +59,68 @@ def test_a_library_and_a_gradient() -> None:
     lib = quick(lambda x, y: x * (y.sum(-1) + 2), x, y, backward=True)
     lib(x, y).sum().backward()
     same(x.grad, torch.full((3,), 2.0))
+
+
+FEW: dict[str, Callable[..., Any]] = {
+    "all": lambda x: ((x > 0).all(), x.all(0), (x > 0).all(0, keepdim=True), x.all(1)),
+    "any": lambda x: ((x > 0).any(), x.any(0), (x > 0).any((0, 1), keepdim=True), x.any(1)),
+    "sums": lambda x: (x.sum(), x.sum(0, keepdim=True), x.long().sum(0), x.nansum()),
+    "products": lambda x: (x.prod(), x.prod(0, keepdim=True), x.t() @ x),
+    "means": lambda x: (x.mean(), x.mean(0, keepdim=True), x.var(0), x.std(), x.var(correction=0)),
+    "logsumexp": lambda x: (x.logsumexp(0), x.logsumexp((0, 1)), x.logsumexp(0, keepdim=True)),
+    "softmax": lambda x: (x.softmax(0), x.softmax(0).sum(0), x.log_softmax(0).sum()),
+    "norms": lambda x: (x.norm(), torch.linalg.vector_norm(x, 3, dim=0), torch.count_nonzero(x)),
+    "rows": lambda x: (x.amax(1), x.max(1), x.argmax(1), x.sort(0).values.sum(0)),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_reductions_over_a_dimension_that_may_be_empty(name: str) -> None:
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    lib = quick(FEW[name], x, dynamic={"x": {0: "B"}})
+    for rows in (x, x[:0], x[:1]):
+        same(lib(rows), FEW[name](rows))
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], int]] = {
+    "amax": (lambda x: x.amax(0), 1),
+    "amin of all": (lambda x: x.amin(), 1),
+    "max": (lambda x: x.max(), 1),
+    "min and where": (lambda x: x.min(0), 1),
+    "argmax": (lambda x: x.argmax(0), 1),
+    "argmin of all": (lambda x: x.argmin(), 1),
+    "median": (lambda x: x.median(0), 1),
+    "aminmax": (lambda x: torch.aminmax(x, dim=0), 1),
+    "flattened": (lambda x: x.flatten().amax(), 1),
+    "norm": (lambda x: torch.linalg.vector_norm(x, float("inf")), 1),
+    "topk": (lambda x: x.topk(2, 0).values, 2),
+    "index": (lambda x: x[1] + x[0], 2),
+    "index from the end": (lambda x: x[-1] * 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_that_pytorch_refuses(name: str) -> None:
+    fn, least = REFUSED[name]
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    lib = quick(fn, x, dynamic={"x": {0: "B"}})
+    same(lib(x[:least]), fn(x[:least]))
+    with pytest.raises((RuntimeError, IndexError)):
+        fn(x[: least - 1])
+    with pytest.raises(InputError, match=f"B of at least {least}, got {least - 1}"):
+        lib(x[: least - 1])
+
+
+def test_a_slice_of_known_length_needs_so_many_elements() -> None:
+    x = torch.randn(3, 5)
+    lib = quick(lambda x: x[:2] * 2, x, dynamic={"x": {0: "B"}})
+    same(lib(x[:2]), x[:2] * 2)
+    with pytest.raises(InputError, match="B of at least 2, got 1"):
+        lib(x[:1])
+
+
+def test_any_of_negative_numbers() -> None:
+    x = torch.tensor([[-1.0, 0.0], [float("nan"), -0.0]])
+    same(quick(lambda x: (x.any(), x.any(0)), x)(x), (x.any(), x.any(0)))
+    same(quick(lambda x: x.any(1), -x.long())(-x.long()), (-x.long()).any(1))

@@ -30,7 +30,8 @@ else:
 class Dim:
     """A named dynamic dimension with inclusive bounds; equal names are equal sizes.
 
-    A size of 0 gives empty results.
+    A size of 0 gives empty results, and reductions what PyTorch makes of no elements. Where the
+    code takes no size so small (``x.amax(0)``, ``x[1]``), the library's least is larger.
     """
 
     name: str

@@ -1,10 +1,13 @@
 """Tensors without elements: made anew where they are results, and known where they are all input.
 
-Kernels divide by their sizes, and TVM's rules for reductions do while they are compiled.
+Kernels divide by their sizes, and TVM's rules for reductions do while they are compiled. Where an
+operator takes none, or no fewer than some number, the dimensions are bounded so.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +58,60 @@ def result(importer: Any, node: fx.Node, symbols: Symbols) -> Any:
     if isinstance(made, torch.Tensor):
         return _filled(importer, value, made, symbols)
     return [_filled(importer, v, m, symbols) for m, v in zip(made, value, strict=True)]
+
+
+#: Operators that PyTorch refuses along a dimension without elements; along all where none is given.
+_ALONG = {f"{op}.default" for op in ("amax", "amin", "argmax", "argmin", "aminmax", "max", "min")}
+_ALONG |= {f"{op}.dim" for op in ("max", "min", "median")} | {"median.default"}
+#: Others that need some elements, by what they are given.
+_NEEDING = {"linalg_vector_norm.default", "topk.default", "select.int", "slice.Tensor"}
+
+
+def bound(node: fx.Node, symbols: Symbols) -> None:
+    """Raise the least sizes of dynamic dimensions to what an operator takes.
+
+    Tracing assumes at least 2 of each, so that no guard tells.
+    """
+    for size, least in _needs(node):
+        symbols.need(size, least)
+    value = node.meta["val"]
+    for size in value.shape if isinstance(value, torch.Tensor) else ():
+        symbols.need(size, 0)
+
+
+def _needs(node: fx.Node) -> Iterator[tuple[Any, int]]:
+    """List sizes that an operator reads, each with the least that it takes."""
+    first = node.args[0] if node.args else None
+    value = first.meta.get("val") if isinstance(first, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):
+        return
+    shape, name = list(value.shape), node.target.__name__
+    if name not in _ALONG | _NEEDING or not shape:
+        return
+    given = {a.name: a.default_value for a in node.target._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    axes = given.get("dim")
+    axes = range(len(shape)) if axes is None or axes == [] else axes
+    sizes = [shape[axis] for axis in ([axes] if isinstance(axes, int) else axes)]
+    if name in _ALONG:
+        yield from ((size, 1) for size in sizes)
+    elif name == "linalg_vector_norm.default" and not 0 <= given["ord"] < math.inf:
+        yield from ((size, 1) for size in sizes)
+    elif name == "topk.default" and isinstance(given["k"], int):
+        yield sizes[0], given["k"]
+    elif name == "select.int" and isinstance(given["index"], int):
+        index = given["index"]
+        yield sizes[0], index + 1 if index >= 0 else -index
+    elif name == "slice.Tensor":
+        yield from _needs_of_slice(node, given, sizes[0])
+
+
+def _needs_of_slice(node: fx.Node, given: dict[str, Any], size: Any) -> Iterator[tuple[Any, int]]:
+    """A slice that came out with a number of elements has that number."""
+    length, start = node.meta["val"].shape[given["dim"]], given["start"] or 0
+    if not isinstance(length, int) or not isinstance(start, int) or length == 0:
+        return
+    yield size, -start if start < 0 else start + (length - 1) * given["step"] + 1
 
 
 def _example(value: Any) -> Any:

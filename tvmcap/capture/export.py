@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 
 from tvmcap.base.config import Config
 from tvmcap.base.errors import CaptureError
-from tvmcap.base.signature import DimSpec, Signature, TensorSpec, Tree
+from tvmcap.base.signature import Signature, TensorSpec, Tree
 from tvmcap.capture import arguments, ir, operators, shapes, source
 from tvmcap.capture.fingerprint import fingerprint
 from tvmcap.capture.references import named_tensors
@@ -163,7 +163,7 @@ def _finish(
             for name, node in zip(names, placeholders, strict=True)
         ),
         outputs=tuple(_spec(f"out{i}", value, symbols) for i, value in enumerate(values)),
-        dims=tuple(DimSpec(d.name, d.min, d.max) for d in free.dims.values()),
+        dims=symbols.dims(),
         in_tree=in_tree,
         out_tree=out_tree,
         arg_names=call.names,

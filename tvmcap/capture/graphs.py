@@ -7,7 +7,7 @@ own inputs, sizes and None.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from tvmcap.base.config import Dim
 from tvmcap.base.errors import CaptureError
-from tvmcap.base.signature import DimSpec, Signature, TensorSpec
+from tvmcap.base.signature import Signature, TensorSpec
 from tvmcap.base.training import Entry, Port
 from tvmcap.capture import flattening, ir, operators, simplify
 from tvmcap.capture.shapes import Free
@@ -80,7 +80,8 @@ def read(
     mod = ir.import_fx(
         graph.graph, inputs, unread, constants or {}, laid.symbols, list(laid.results)
     )
-    return Imported(mod, laid.entry)
+    signature = replace(laid.entry.signature, dims=laid.symbols.dims())
+    return Imported(mod, replace(laid.entry, signature=signature))
 
 
 def lay_out(
@@ -107,7 +108,7 @@ def lay_out(
     signature = Signature(
         inputs=tuple(_spec(n, v, known) for n, v in zip(labels, values, strict=True)),
         outputs=tuple(_spec(f"out{i}", n.meta["val"], known) for i, n in enumerate(results)),
-        dims=tuple(DimSpec(d.name, d.min, d.max) for d in free.dims.values()),
+        dims=known.dims(),
         in_tree=_tuple_tree(len(labels)),
         out_tree=_tuple_tree(len(results)),
         arg_names=tuple(labels),

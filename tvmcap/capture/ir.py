@@ -135,6 +135,7 @@ class _Constants:
 def _convert(importer: ExportedProgramImporter, node: fx.Node, symbols: Symbols) -> Any:
     name, registered = node.target.__name__, custom.find(node.target)
     try:
+        empty.bound(node, symbols)
         if empty.has_no_elements(node.meta["val"]):
             result = empty.nothing(importer, node.meta["val"], symbols)
         elif registered is not None:

@@ -25,6 +25,7 @@ _aten = torch.ops.aten
 #: them.
 WHOLE = (
     _aten.linear.default,
+    _aten.logsumexp.default,
     _aten.matmul.default,
     _aten.baddbmm.default,
     _aten.scaled_dot_product_attention.default,

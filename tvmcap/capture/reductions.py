@@ -42,6 +42,18 @@ def _counted(importer: Any, x: relax.Expr) -> Any:
     return cast(importer, x, "int8") if dtype_of(x) == "bool" else x
 
 
+def _any(node: fx.Node, importer: Any) -> Any:
+    """Whether an element is not zero; TVM's converter takes the greatest for that, also of none."""
+    a = arguments_of(node, importer)
+    x, axes = a["self"], a["dim"]
+    if dtype_of(x) != "bool":
+        x = emit(importer, relax.op.not_equal(x, relax.const(0, dtype_of(x))))
+    if axes == []:
+        return x
+    found = relax.op.max(cast(importer, x, "uint8"), axes, keepdims=bool(a["keepdim"]))
+    return emit(importer, found)
+
+
 def _running(op: Callable[..., relax.Expr]) -> Converter:
     """Sums or products up to each place, in the dtype of the result."""
 
@@ -136,7 +148,8 @@ def _variance_of_any(
 
 def _logsumexp(node: fx.Node, importer: Any) -> Any:
     a = arguments_of(node, importer)
-    x, axes = a["self"], [a["dim"]] if isinstance(a["dim"], int) else list(a["dim"])
+    x = cast(importer, a["self"], out_dtype(node))
+    axes = [a["dim"]] if isinstance(a["dim"], int) else list(a["dim"])
     top = emit(importer, relax.op.max(x, axes, keepdims=True))
     zero = relax.const(0, dtype_of(x))
     top = emit(importer, relax.op.where(emit(importer, relax.op.isinf(top)), zero, top))
@@ -229,6 +242,7 @@ REDUCTIONS: dict[str, Converter] = {
     "scatter_add.default": _scatter_add,
     "var.correction": _variance,
     "var_mean.correction": _variance_and_mean,
+    **dict.fromkeys(("any.dim", "any.dims"), _any),
     "amax.default": _reduction(relax.op.max),
     "amin.default": _reduction(relax.op.min),
     "max.default": _overall(relax.op.max),

@@ -11,8 +11,11 @@ import tvm
 from tvm import tirx
 
 from tvmcap.base.errors import CaptureError
-from tvmcap.base.signature import Size
+from tvmcap.base.signature import DimSpec, Size
 from tvmcap.capture.shapes import Free
+
+_TRIED = 1024
+"""Sizes from the least on among which the first that suffices is sought."""
 
 
 class Symbols:
@@ -26,6 +29,7 @@ class Symbols:
         self.names: dict[str, str] = {}
         self.bounds = {name: (dim.min, dim.max) for name, dim in free.dims.items()}
         self.vars = {name: tirx.Var(name, "int64") for name in free.dims}
+        self._needed: set[tuple[Any, int]] = set()
         self.analyzer = tvm.sym.Analyzer()
         for name, (low, high) in self.bounds.items():
             bound = tvm.sym.ConstIntBound(
@@ -62,6 +66,33 @@ class Symbols:
         expr = self.analyzer.simplify(expr)
         return int(expr) if isinstance(expr, tirx.IntImm) else expr
 
+    def dims(self) -> tuple[DimSpec, ...]:
+        """Return the dimensions with the bounds that hold by now."""
+        return tuple(DimSpec(name, *bounds) for name, bounds in self.bounds.items())
+
+    def need(self, size: int | torch.SymInt, least: int) -> None:
+        """Bound a dimension from below so that ``size`` is at least ``least``.
+
+        The size that was traced is. Sizes of several dimensions, but for products that may not be
+        0, bound none.
+        """
+        if not isinstance(size, int) and (size.node.expr, least) not in self._needed:
+            self._needed.add((size.node.expr, least))
+            self._need(size.node.expr, least)
+
+    def _need(self, expr: Any, least: int) -> None:
+        if expr.is_Mul and least == 1 and len(expr.free_symbols) > 1:
+            for factor in expr.args:
+                self._need(factor, 1)
+        symbols = list(expr.free_symbols)
+        name = self.names.get(str(symbols[0])) if len(symbols) == 1 else None
+        if name is None:
+            return
+        low, high = self.bounds[name]
+        tried = range(low, low + _TRIED) if expr != symbols[0] else (max(low, least),)
+        first = next((n for n in tried if _holds(expr, symbols[0], n, least)), low)
+        self.bounds[name] = (first, high)
+
     def is_true(self, condition: Any) -> bool:
         """Whether a condition on sizes holds for all that the dimensions admit."""
         return bool(self.analyzer.can_prove(condition))
@@ -87,6 +118,13 @@ class Symbols:
         for arg in args[1:]:
             total = out.binary(_OPERATORS[kind], total, arg)
         return total
+
+
+def _holds(expr: Any, symbol: Any, value: int, least: int) -> bool:
+    try:
+        return bool(expr.subs(symbol, value) >= least)
+    except ZeroDivisionError:
+        return False
 
 
 _OPERATORS = {

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmcap.base.config import Config
+from tvmcap.base.config import Config, Dim
 from tvmcap.base.errors import CaptureError
 from tvmcap.base.signature import DimSpec, Signature, TensorSpec
-from tvmcap.base.training import DrawSpec, Saved, Training
+from tvmcap.base.training import DrawSpec, Entry, Saved, Training
 from tvmcap.capture import arguments, autograd, graphs, partition, shapes
 from tvmcap.capture.structure import describe, dtype_name
 from tvmcap.capture.symbols import Symbols
@@ -91,7 +91,7 @@ def capture_training(
         forward,
         backward,
         training,
-        _signature(call, items, leaves, joint, forward.entry, free, state),
+        _signature(call, items, leaves, joint, (forward.entry, backward.entry), free, state),
         call.eager if call.frozen else call.fn,
         examples,
         named,
@@ -152,11 +152,12 @@ def _signature(
     items: list[Any],
     leaves: shapes.Leaves,
     joint: autograd.Joint,
-    entry: Any,
+    entries: tuple[Entry, Entry],
     free: shapes.Free,
     state: Mapping[str, torch.Tensor],
 ) -> Signature:
-    """The user's calling convention; of it the entry knows the shapes."""
+    """The user's calling convention; of it the forward entry knows the shapes."""
+    entry = entries[0]
     by_name = {spec.name: spec for spec in entry.signature.inputs}
     inputs = [by_name[name] for name, _ in leaves] + [by_name[name] for name in state]
     names = call.names
@@ -179,11 +180,17 @@ def _signature(
     return Signature(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        dims=tuple(DimSpec(d.name, d.min, d.max) for d in free.dims.values()),
+        dims=tuple(_bounds(d, entries) for d in free.dims.values()),
         in_tree={"kind": "tuple", "items": items},
         out_tree=joint.out_tree,
         arg_names=tuple(names),
     )
+
+
+def _bounds(dim: Dim, entries: tuple[Entry, Entry]) -> DimSpec:
+    """Return the bounds within which both entries run."""
+    least = [d.min for entry in entries for d in entry.signature.dims if d.name == dim.name]
+    return DimSpec(dim.name, max(least, default=dim.min), dim.max)
 
 
 __all__ = ["TensorSpec", "TrainingCapture", "capture_training"]

@@ -106,7 +106,8 @@ def _check_bounds(dim: DimSpec, got: int, where: str) -> None:
         upper = "" if dim.max is None else f" and at most {dim.max}"
         raise InputError(
             f"{where}: expected {dim.name} of at least {dim.min}{upper}, got {got}; "
-            f"build with Dim({dim.name!r}, min=..., max=...) that admits it"
+            f"build with Dim({dim.name!r}, min=..., max=...) that admits it, unless it is the "
+            "code itself that takes no such size, as amax takes no empty dimension"
         )
 
 
