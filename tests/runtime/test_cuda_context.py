@@ -136,3 +136,28 @@ def test_closing_waits_for_a_replay_of_another_thread(chain: Path, w: torch.Tens
     run(x, w)
     assert alive == [True]
     assert not cuda.executables and context.graphs is None
+
+
+def test_a_watched_call_holds_the_lock_of_the_virtual_machine(
+    layers: Layers, w: torch.Tensor
+) -> None:
+    run, context, _ = on_gpu(layers(64))
+    free: list[bool] = []
+
+    def look() -> None:
+        free.append(context._lock.acquire(blocking=False))
+        if free[-1]:
+            context._lock.release()
+
+    def from_another_thread(name: str = "") -> None:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    with run.watched(from_another_thread, from_another_thread):
+        from_another_thread()
+        assert free == [True]
+        run(torch.rand(4, 8), w)
+        assert len(free) > 1 and not any(free[1:])
+        from_another_thread()
+    assert free[-1]

@@ -182,3 +182,43 @@ def test_a_library_without_a_host_function_can_be_watched(
         torch.testing.assert_close(run(x, w), x @ w @ w)
     torch.testing.assert_close(run(x, w), x @ w @ w)
     assert seen.kernels() == ["matmul", "matmul"]
+
+
+def test_within_another_the_inner_one_sees_and_then_the_outer_again(
+    layers: Layers, w: torch.Tensor
+) -> None:
+    run, outer, inner = Executor(layers(64)), Seen(), Seen()
+    native, x = run._threads.here.arena.entry, torch.rand(5, 8)
+    with outer.of(run):
+        with inner.of(run):
+            run(x, w)
+        assert outer.events == []
+        run(x, w)
+        torch.testing.assert_close(run(x, w), three_layers(x, w))
+    assert outer.kernels() == inner.kernels() * 2 and inner.kernels()
+    assert run._threads.here.arena.entry is native
+
+
+class Stop(BaseException):
+    """What no library raises."""
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), InputError("mine"), Stop("mine")])
+@pytest.mark.parametrize("when", [0, 1])
+def test_what_a_callback_raises_comes_out_of_the_call(
+    layers: Layers, w: torch.Tensor, error: BaseException, when: int
+) -> None:
+    def stop(name: str) -> None:
+        raise error
+
+    run, seen, x = Executor(layers(64)), Seen(), torch.rand(5, 8)
+    callbacks = [lambda name: None] * 2
+    callbacks[when] = stop
+    with run.watched(*callbacks):
+        with pytest.raises(type(error)) as caught:
+            run(x, w)
+        assert caught.value is error
+        with seen.of(run):
+            torch.testing.assert_close(run(x, w), three_layers(x, w))
+    torch.testing.assert_close(run(x, w), three_layers(x, w))
+    assert seen.kernels()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tvmcap.base.errors import LibraryError
@@ -85,14 +85,15 @@ class Arena:
         return True
 
     @contextlib.contextmanager
-    def on_machine(self) -> Iterator[None]:
-        """Let calls go through the virtual machine, which allocates for itself."""
-        self.entry = self.vm[self._name]
+    def on_machine(self, around: Callable[[Any], Any]) -> Iterator[None]:
+        """Let calls go to ``around`` the virtual machine's function, which allocates for itself."""
+        last = self.entry
+        self.entry = around(self.vm[self._name])
         self._hold(self.storages, self._capacity)
         try:
             yield
         finally:
-            self.entry = self._host
+            self.entry = last if self.vm is not None else None
             self._hold(self.storages, self._capacity)
 
     def release(self) -> None:

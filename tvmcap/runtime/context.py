@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from tvmcap.runtime.cuda_graph import Cuda
 from tvmcap.runtime.graphs import Graphs
 from tvmcap.runtime.loader import Library, configure_threads, ffi
 from tvmcap.runtime.seen import Seen
-from tvmcap.runtime.trace import Trace, trace_call
+from tvmcap.runtime.trace import Trace, Watch, trace_call, watched
 
 #: No stream has this handle.
 _NO_STREAM = -1
@@ -67,6 +68,10 @@ class CpuContext:
         configure_threads()
         vm = self._library.new_vm()
         return trace_call(vm, lambda: vm[self._name](*values, *self._weights, *targets))
+
+    def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
+        """Show both the name of each kernel of calls within; see ``trace.watched``."""
+        return watched(self.arena, nullcontext(), before, after)
 
     def close(self) -> None:
         """Let go of memory and code."""
@@ -200,6 +205,10 @@ class CudaContext:
         with self._lock:
             main = vm[self._name]
             return trace_call(vm, lambda: main(*values, *self._weights, *targets))
+
+    def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
+        """Show both the name of each kernel of calls within; see ``trace.watched``."""
+        return watched(self.arena, self._lock, before, after)
 
     def close(self) -> None:
         """Let go of recorded calls and memory; a replay under way in another thread ends before."""

@@ -22,7 +22,7 @@ from tvmcap.runtime.machine import check_machine
 from tvmcap.runtime.seen import find, remember
 from tvmcap.runtime.threads import Contexts, Threads
 from tvmcap.runtime.torch_tensors import TorchTensors, telling
-from tvmcap.runtime.trace import Trace, Watch, watched
+from tvmcap.runtime.trace import Interrupted, Trace, Watch
 from tvmcap.runtime.vendor import provide
 
 
@@ -191,6 +191,8 @@ class Executor:
 
     def _explain(self, plan: Plan, error: Exception) -> NoReturn:
         """Raise what a failure of a call means; another thread may have closed the library."""
+        if isinstance(error, Interrupted):
+            raise error.error
         self.check()
         if isinstance(error, TvmcapError):
             raise error
@@ -277,9 +279,12 @@ class Executor:
         return self._bind(args, kwargs)[-1].dims
 
     def watched(self, before: Watch, after: Watch) -> AbstractContextManager[None]:
-        """Call ``before`` and ``after`` with the name of each kernel that this thread launches."""
+        """Call ``before`` and ``after`` with the name of each kernel that this thread launches.
+
+        A call ends where one of them raises, with what it raised.
+        """
         self.check()
-        return watched(self._threads.here.arena, before, after)
+        return self._threads.here.watched(before, after)
 
     def kernel_launches(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         """Run one call and return the names of the kernels it launched, in order."""

@@ -7,6 +7,7 @@ import ctypes
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,7 @@ def trace_call(vm: Any, call: Callable[[], object]) -> Trace:
             kernels.append(symbol)
         return 0
 
-    vm["set_instrument"](tvm_ffi.convert(observe))
-    try:
-        call()
-    finally:
-        vm["set_instrument"](None)
+    _run(vm, observe, call)
     return Trace(tuple(kernels), live.peak)
 
 
@@ -56,21 +53,60 @@ Watch = Callable[[str], object]
 """(name of a kernel) -> None."""
 
 
+class Interrupted(Exception):
+    """A callback of ``watched`` raised ``error`` in the middle of a call."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @contextlib.contextmanager
-def watched(arena: Arena, before: Watch, after: Watch) -> Iterator[None]:
-    """Call ``before`` and ``after`` with the name of each kernel of calls on ``arena``."""
-    import tvm_ffi
+def watched(
+    arena: Arena, lock: AbstractContextManager[Any], before: Watch, after: Watch
+) -> Iterator[None]:
+    """Call ``before`` and ``after`` with the name of each kernel of calls on ``arena``.
+
+    Within another ``watched`` of the arena the inner one sees the calls, the outer those after it.
+    Each call holds ``lock``, which the virtual machine's other users hold. A call ends in
+    Interrupted where a callback raises.
+    """
+    raised: list[BaseException] = []
 
     def observe(function: Any, symbol: str, starts: bool, result: Any, *args: Any) -> int:
         if not symbol.startswith("vm.") and not _HOST_FUNCTION.match(symbol):
-            (before if starts else after)(symbol)
+            try:
+                (before if starts else after)(symbol)
+            except BaseException as e:  # TVM would pass a copy on, of another type
+                raised.append(e)
+                raise
         return 0
 
     vm = arena.vm
+
+    def around(main: Callable[..., Any]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            try:
+                with lock:
+                    _run(vm, observe, lambda: main(*args))
+            except Exception as e:
+                if raised:
+                    raise Interrupted(raised.pop()) from e
+                raise
+
+        return call
+
+    with arena.on_machine(around):
+        yield
+
+
+def _run(vm: Any, observe: Callable[..., int], call: Callable[[], object]) -> None:
+    """Show ``observe`` what ``vm`` runs within ``call``."""
+    import tvm_ffi
+
     vm["set_instrument"](tvm_ffi.convert(observe))
     try:
-        with arena.on_machine():
-            yield
+        call()
     finally:
         vm["set_instrument"](None)
 
