@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import common  # noqa: E402
+import overheads  # noqa: E402
 import runtime_host  # noqa: E402
 import steady  # noqa: E402
 
@@ -217,3 +218,16 @@ def test_a_command_names_no_place_of_the_machine(words, command, monkeypatch, tm
     assert common.command(["/srv/x/walk.py", *words.split()]) == f"walk.py {command}"
     monkeypatch.setattr(sys, "argv", ["/srv/x/walk.py", *words.split()])
     assert common.meta()["command"] == f"walk.py {command}"
+
+
+def test_the_host_function_is_called_as_the_executor_calls_it(monkeypatch):
+    seen = {}
+
+    def measure(calls, budget_s):
+        for name, call in calls.items():
+            seen[name] = call()
+        return {}
+
+    monkeypatch.setattr(overheads, "measure", measure)
+    assert overheads.host_time() == []
+    assert "host function alone" in seen and seen["torch, out="].shape == (2, 8)
