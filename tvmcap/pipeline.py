@@ -19,7 +19,7 @@ import tvm
 from tvmcap import contracts
 from tvmcap.base.config import Config
 from tvmcap.base.errors import BuildError, ConfigError, LibraryError, TvmcapError
-from tvmcap.base.signature import evaluate
+from tvmcap.base.signature import evaluate, grows
 from tvmcap.capture import precision
 from tvmcap.graph import canonicalize, fuse, layout, vendor
 from tvmcap.kernel import apply, column_sums, cpu_rows, spaces
@@ -130,7 +130,7 @@ def calls(planned: tvm.IRModule, kernel: str) -> bool:
 def peak_bytes(planned: tvm.IRModule) -> int | None:
     """Bytes of planned intermediates at the largest sizes.
 
-    None where a dimension has no upper bound.
+    None where a dimension has no upper bound, and where a storage may be larger at smaller sizes.
     """
     bounds = {
         str(k): int(v)
@@ -138,6 +138,8 @@ def peak_bytes(planned: tvm.IRModule) -> int | None:
     }
     total = 0
     for unit, size in planned.attrs["tvmcap.storage"].items():
+        if not grows(str(unit) or 1):
+            return None
         try:
             total += int(size) * evaluate(str(unit) or 1, bounds)
         except LibraryError:

@@ -44,3 +44,4 @@ def test_every_size_has_its_memory(fn: Program) -> None:
         arena = lib.executor._threads.here.arena
         held = zip(arena.storages, arena.needs({"B": rows}), strict=True)
         assert all(storage.shape[0] >= need for storage, need in held)
+    assert lib.manifest.peak_bytes is None

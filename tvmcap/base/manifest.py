@@ -63,7 +63,7 @@ class Manifest:
     needs: packages that it calls where it runs, such as ``torch``.
     quantization: the options, the ranges of the calibration and the report of a quantized model.
     peak_bytes: planned peak of intermediates at the largest sizes; None where some size has
-        no bound.
+        no bound, or some intermediate may be larger at smaller sizes.
     training: the forward and the backward entry, in a library with gradients.
     entry: the function that a call runs.
     arena: bytes of each storage that the intermediates of a call share; None for a library of a
