@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import tvm
 from torch import fx
 from tvm import relax
 
@@ -21,6 +20,8 @@ from tvmcap.capture.emitting import (
     operand,
     out_dtype,
 )
+from tvmcap.capture.hyperbolic import HYPERBOLIC
+from tvmcap.capture.norms import NORMS
 from tvmcap.capture.products import PRODUCTS
 from tvmcap.capture.promotions import PROMOTIONS, between
 from tvmcap.capture.reductions import REDUCTIONS
@@ -179,47 +180,14 @@ def _log1p_of(importer: Any, x: relax.Expr, one: relax.Expr) -> Any:
     )
 
 
-def _group_norm(node: fx.Node, importer: Any) -> Any:
-    """Group norm with or without weights; Relax types it for float32 but not for bfloat16."""
-    a = arguments_of(node, importer)
-    wide = "float32" if dtype_of(a["input"]) in HALF else dtype_of(a["input"])
-    x, channels = cast(importer, a["input"], wide), int(a["input"].ty.shape[1])
-    weight = cast(importer, _filled(1, channels, x) if a["weight"] is None else a["weight"], wide)
-    bias = cast(importer, _filled(0, channels, x) if a["bias"] is None else a["bias"], wide)
-    axes = list(range(2, len(x.ty.shape)))
-    norm = relax.op.nn.group_norm(x, weight, bias, int(a["group"]), 1, axes, a["eps"])
-    return [cast(importer, emit(importer, norm), dtype_of(a["input"])), None, None]
-
-
-def _norm_of_itself(node: fx.Node, importer: Any) -> Any:
-    """Batch norm by the statistics of ``x`` itself, which instance norm is made of.
-
-    Subtracts the mean twice: what is left after once is the rounding of the mean, which torch
-    avoids by summing in float64.
-    """
-    a = arguments_of(node, importer)
-    wide = "float32" if dtype_of(a["input"]) in HALF else dtype_of(a["input"])
-    x = cast(importer, a["input"], wide)
-    axes = [axis for axis in range(len(x.ty.shape)) if axis != 1]
-    centred = x
-    for _ in range(2):
-        mean = emit(importer, relax.op.mean(centred, axes, keepdims=True))
-        centred = emit(importer, relax.op.subtract(centred, mean))
-    square = emit(importer, relax.op.multiply(centred, centred))
-    variance = emit(importer, relax.op.mean(square, axes, keepdims=True))
-    variance = emit(importer, relax.op.add(variance, relax.const(a["eps"], wide)))
-    y = emit(importer, relax.op.multiply(centred, emit(importer, relax.op.rsqrt(variance))))
-    for name, op in (("weight", relax.op.multiply), ("bias", relax.op.add)):
-        if a[name] is not None:
-            part = cast(importer, a[name], wide)
-            part = emit(importer, relax.op.expand_dims(part, axes))
-            y = emit(importer, op(y, part))
-    return [cast(importer, y, dtype_of(a["input"])), None, None]
-
-
-def _filled(value: int, size: int, like: relax.Expr) -> Any:
-    full = torch.full((size,), value, dtype=getattr(torch, dtype_of(like)))
-    return relax.const(tvm.runtime.from_dlpack(full))
+def _judged(node: fx.Node, importer: Any) -> Any:
+    """Whether a number is NaN or infinite; TVM has no such rule for bfloat16."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    op = {"isnan": relax.op.isnan, "isinf": relax.op.isinf}[node.target.__name__.split(".")[0]]
+    x = importer.retrieve_args(node)[0]
+    if "float" not in dtype_of(x):
+        return importer.convert_map[node.target.__name__](node)
+    return emit(importer, op(cast(importer, x, "float32") if dtype_of(x) in HALF else x))
 
 
 def _clamp(node: fx.Node, importer: Any) -> Any:
@@ -247,9 +215,12 @@ def _convert(node: fx.Node, importer: Any) -> Any:
 
 
 CONVERTERS: dict[str, Converter] = {
+    **HYPERBOLIC,
+    **dict.fromkeys(("isnan.default", "isinf.default"), _judged),
     **PRODUCTS,
     **PROMOTIONS,
     **REDUCTIONS,
+    **NORMS,
     **SIZES,
     **{f"add.{kind}": _binary(relax.op.add) for kind in ("Tensor", "Scalar")},
     **{f"sub.{kind}": _binary(relax.op.subtract) for kind in ("Tensor", "Scalar")},
@@ -272,8 +243,6 @@ CONVERTERS: dict[str, Converter] = {
     "convert_element_type.default": _convert,
     "expm1.default": _expm1,
     "log1p.default": _log1p,
-    "native_group_norm.default": _group_norm,
-    "_native_batch_norm_legit.no_stats": _norm_of_itself,
     "embedding.default": _embedding,
     "index_select.default": _index_select,
     "index.Tensor": _index,
