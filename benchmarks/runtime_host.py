@@ -138,7 +138,7 @@ def _torch_graph(x: Any, w: Any, b: Any) -> Call:
 def host_times(calls: dict[str, Call], device: str, count: int, windows: int) -> list[Row]:
     """Time ``count`` calls of each mode, one by one, in each of ``windows`` windows; microseconds.
 
-    The modes take turns, a window each. What a row tells first is of the quiet moments.
+    The modes take turns, a window each.
     """
 
     def synchronize() -> None:
@@ -217,14 +217,6 @@ def load_times(path: Path, kind: str, runs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _without_samples(row: Row) -> Row:
-    return {
-        key: _without_samples(value) if isinstance(value, dict) else value
-        for key, value in row.items()
-        if not key.startswith("samples")
-    }
-
-
 def main() -> None:
     """Read the command line, build or run, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -259,7 +251,8 @@ def main() -> None:
     shape = {"k": k, "n": n, "dtype": DTYPES[kind], "most": MOST_ROWS}
     rows += memory_rows(path, device, shape, options.cycles, options.sizes, **counts)
     for found in rows:
-        print(json.dumps(_without_samples(found)), flush=True)
+        short = {key: value for key, value in found.items() if not key.startswith("samples")}
+        print(json.dumps(short), flush=True)
     if options.json:
         problem = {"M": ROWS[kind], "K": k, "N": n, "cores": len(os.sched_getaffinity(0))}
         problem["windows"] = options.windows

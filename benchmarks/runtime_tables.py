@@ -13,11 +13,11 @@ _WINDOWS = "p99_over_p50_of_windows"
 
 
 def host_times(rows: list[Row]) -> Table:
-    """One line a way of calling; the last cells where rows tell quiet moments and all windows."""
+    """One line a way of calling; the last cells where rows tell of each window."""
     head = ["call", "median, us", "10th to 90th percentile", "99th", "99th over median"]
     windows = max((len(row.get(_WINDOWS, ())) for row in calls(rows)), default=0)
     if windows:
-        head += ["quiet", f"of {windows} windows: least, median, most", "plain Python in them"]
+        head += [f"in {windows} windows: least, median, most", "plain Python in them"]
     body = [
         [
             row["figure"].removeprefix(_CALL),
@@ -52,12 +52,11 @@ def others(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row["figure"].startswith(_CALL)]
 
 
-def _steadiness(row: Row) -> tuple[str, ...]:
-    """Return the share of quiet calls, and how far calls and reference spread in all windows."""
+def _steadiness(row: Row) -> tuple[str, str]:
+    """Return how far calls and reference spread in all windows."""
     if _WINDOWS not in row:
-        return "", "", ""
-    spreads = (_least_to_most(row[key]) for key in (_WINDOWS, "reference_of_windows"))
-    return f"{row['quiet']:.0%}", *spreads
+        return "", ""
+    return _least_to_most(row[_WINDOWS]), _least_to_most(row["reference_of_windows"])
 
 
 def _least_to_most(ratios: Sequence[float]) -> str:

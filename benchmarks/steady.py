@@ -1,8 +1,8 @@
-"""Timing host code where other guests share the cores: on a steady core, at quiet moments.
+"""Timing host code where other guests share the cores: on a steady core, beside plain Python.
 
 A virtual core can be twice as slow as its neighbour, or far less steady, and some milliseconds
-later it is another one. What is measured stands between calls of a reference, plain Python that
-takes as long: they tell how quiet it was, and nothing of what is measured decides that.
+later it is another one. What is measured takes turns with a reference, plain Python that takes as
+long: how far that spreads is the machine's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ Row = dict[str, Any]
 Call = Callable[[int], object]
 """(number of the call) -> anything."""
 
-#: Calls of one kind in a row: short enough for what disturbs them to be seen beside them, and far
-#: fewer than a device's queue holds.
+#: Calls of one kind in a row, far fewer than a device's queue holds.
 GROUP = 50
-#: At a quiet moment all calls of a group of the reference but one take less than this, in its best
-#: medians.
-_QUIET = 1.2
 _SHORT = 200  # numbers to add up, which takes about a microsecond
 _WARM = 300
 
@@ -54,16 +50,20 @@ def timed(call: Call, count: int) -> list[int]:
 
 
 def spread(nanoseconds: Sequence[int]) -> Row:
-    """Return percentiles in microseconds, and every sample as {nanoseconds: how often}."""
+    """Return percentiles in microseconds, and the samples as {nanoseconds: how often}.
+
+    The latter to three digits.
+    """
     ordered = sorted(nanoseconds)
     at = {q: ordered[round(q * (len(ordered) - 1))] / 1e3 for q in (0.1, 0.5, 0.9, 0.99)}
+    counted = Counter(int(float(f"{ns:.3g}")) for ns in nanoseconds)
     return {
         "median": at[0.5],
         "p10": at[0.1],
         "p90": at[0.9],
         "p99": at[0.99],
         "p99_over_p50": round(at[0.99] / at[0.5], 3),
-        "samples_ns": {str(ns): n for ns, n in sorted(Counter(nanoseconds).items())},
+        "samples_ns": {str(ns): n for ns, n in sorted(counted.items())},
     }
 
 
@@ -94,62 +94,42 @@ def on_steadiest_core(count: int = 3_000) -> Iterator[int | None]:
 
 @dataclass(frozen=True)
 class Window:
-    """Groups of calls on one core, in nanoseconds, the i-th between references i and i + 1.
+    """What calls took on one core and the reference in turns with them, in nanoseconds.
 
     ``pinned`` tells whether the thread stayed on the core.
     """
 
-    calls: list[list[int]]
-    references: list[list[int]]
+    calls: list[int]
+    references: list[int]
     pinned: bool
 
 
 def window(call: Call, reference: Call, count: int, ready: Callable[[], object]) -> Window:
     """Time ``count`` calls in groups on the steadiest core; ``ready`` is called before each."""
-    calls, references = [], []
+    calls: list[int] = []
+    references: list[int] = []
     with on_steadiest_core() as core:
-        references.append(_group(reference))
         for _ in range(count // GROUP):
+            references += _group(reference)
             ready()
-            calls.append(_group(call))
-            references.append(_group(reference))
+            calls += _group(call)
         pinned = core is not None and os.sched_getaffinity(0) == {core}
     return Window(calls, references, pinned)
 
 
-def quiet_calls(windows: Sequence[Window]) -> list[int]:
-    """Return what calls took in the groups between two references that nothing disturbed."""
-    best = min(statistics.median(group) for w in windows for group in w.references)
-
-    def is_quiet(group: list[int]) -> bool:
-        return sum(ns > _QUIET * best for ns in group) <= 1
-
-    return [
-        nanoseconds
-        for w in windows
-        for group, before, after in zip(w.calls, w.references, w.references[1:], strict=False)
-        if is_quiet(before) and is_quiet(after)
-        for nanoseconds in group
-    ]
-
-
 def row(windows: Sequence[Window]) -> Row:
-    """Return the spread of the quiet calls, of all calls where none was quiet.
+    """Return the spread of the calls of all windows, and how far each window spreads.
 
-    ``quiet`` is their share, ``all`` and ``reference`` are the spreads of all calls and of the
-    reference; ``p99_over_p50_of_windows`` and ``reference_of_windows`` list those of each window.
+    ``p99_over_p50_of_windows`` and ``reference_of_windows`` list the 99th percentile over the
+    median, of the calls and of the reference; ``reference`` is the latter's spread in all windows.
     """
-    quiet = quiet_calls(windows)
-    calls = [[ns for group in w.calls for ns in group] for w in windows]
-    references = [[ns for group in w.references for ns in group] for w in windows]
-    everything = [ns for of_window in calls for ns in of_window]
+    reference = spread([ns for w in windows for ns in w.references])
+    del reference["samples_ns"]
     return {
-        **spread(quiet or everything),
-        "quiet": round(len(quiet) / len(everything), 3),
-        "all": spread(everything),
-        "reference": spread([ns for of_window in references for ns in of_window]),
-        "p99_over_p50_of_windows": [spread(ns)["p99_over_p50"] for ns in calls],
-        "reference_of_windows": [spread(ns)["p99_over_p50"] for ns in references],
+        **spread([ns for w in windows for ns in w.calls]),
+        "reference": reference,
+        "p99_over_p50_of_windows": [spread(w.calls)["p99_over_p50"] for w in windows],
+        "reference_of_windows": [spread(w.references)["p99_over_p50"] for w in windows],
         "pinned": all(w.pinned for w in windows),
     }
 

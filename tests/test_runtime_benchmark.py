@@ -1,4 +1,4 @@
-"""Host times: the core, the windows and the quiet moments; commands of results name no machine."""
+"""Host times: the core and the windows; commands of results name no machine."""
 
 import gc
 import itertools
@@ -62,39 +62,17 @@ def test_nothing_changes_where_threads_cannot_be_pinned(monkeypatch):
         assert core is None
 
 
-def a_window(*, calls, references, pinned=True):
-    """A window of groups of four: each number given stands for a whole group."""
-    return steady.Window([[ns] * 4 for ns in calls], [[ns] * 4 for ns in references], pinned)
-
-
-def test_calls_are_quiet_between_two_references_that_are_whatever_they_took():
-    windows = [
-        a_window(calls=[10, 99, 30], references=[100, 119, 121, 100]),
-        a_window(calls=[50], references=[90, 100], pinned=False),
-    ]
-    # the best median is 90: up to 108 is quiet
-    assert steady.quiet_calls(windows) == [50] * 4
-    windows[1] = a_window(calls=[50], references=[100, 100])
-    assert steady.quiet_calls(windows) == [*[10] * 4, *[50] * 4]
-    windows[0].references[0][2] = 900  # one disturbed call of a reference is allowed, two are not
-    assert steady.quiet_calls(windows) == [*[10] * 4, *[50] * 4]
-    windows[0].references[0][3] = 900
-    assert steady.quiet_calls(windows) == [50] * 4
-
-
-def test_a_row_tells_of_quiet_calls_and_beside_them_of_all():
-    windows = [
-        a_window(calls=[1000, 1000, 3000], references=[100, 100, 200, 100]),
-        a_window(calls=[2000, 2000], references=[100, 300, 100], pinned=False),
-    ]
-    row = steady.row(windows)
-    assert row["samples_ns"] == {"1000": 4} and row["quiet"] == 0.2
-    assert row["all"]["samples_ns"] == {"1000": 8, "2000": 8, "3000": 4}
-    assert row["reference"]["samples_ns"] == {"100": 20, "200": 4, "300": 4}
+def test_a_row_tells_of_all_windows_and_of_each():
+    row = steady.row(
+        [
+            steady.Window([1000] * 8 + [3000] * 4, [100] * 12 + [300] * 4, True),
+            steady.Window([2000] * 8, [100] * 8 + [300] * 4, False),
+        ]
+    )
+    assert row["samples_ns"] == {"1000": 8, "2000": 8, "3000": 4} and row["median"] == 2.0
+    assert row["reference"]["median"] == 0.1 and row["reference"]["p99_over_p50"] == 3.0
     assert row["p99_over_p50_of_windows"] == [3.0, 1.0]
-    assert row["reference_of_windows"] == [2.0, 3.0] and row["pinned"] is False
-    noisy = steady.row([a_window(calls=[7], references=[100, 200])])
-    assert noisy["samples_ns"] == {"7": 4} and noisy["quiet"] == 0
+    assert row["reference_of_windows"] == [3.0, 3.0] and row["pinned"] is False
 
 
 def in_groups(log):
@@ -103,7 +81,7 @@ def in_groups(log):
 
 
 @pins
-def test_each_group_of_calls_stands_between_two_of_the_reference_and_comes_after_ready():
+def test_groups_of_calls_take_turns_with_the_reference_and_come_after_ready():
     allowed, log = os.sched_getaffinity(0), []
     seen = set()
 
@@ -115,10 +93,8 @@ def test_each_group_of_calls_stands_between_two_of_the_reference_and_comes_after
         call, lambda i: log.append("reference"), 3 * steady.GROUP, lambda: log.append("ready")
     )
     a_group = steady.GROUP + 10  # and the calls that are not timed
-    turn = [("ready", 1), ("call", a_group), ("reference", a_group)]
-    assert in_groups(log) == [("reference", a_group), *turn * 3]
-    assert [len(group) for group in window.calls] == [steady.GROUP] * 3
-    assert [len(group) for group in window.references] == [steady.GROUP] * 4
+    assert in_groups(log) == [("reference", a_group), ("ready", 1), ("call", a_group)] * 3
+    assert len(window.calls) == len(window.references) == 3 * steady.GROUP
     assert window.pinned is True and len(seen) == 1 and len(min(seen)) == 1
     assert os.sched_getaffinity(0) == allowed
 
@@ -167,8 +143,7 @@ def test_every_mode_ran_on_all_cores_before_the_first_window():
     for row in rows:
         assert len(row["p99_over_p50_of_windows"]) == len(row["reference_of_windows"]) == 3
         assert row["unit"] == "us" and row["pinned"] is True
-        assert sum(row["all"]["samples_ns"].values()) == 3 * steady.GROUP
-        assert sum(row["reference"]["samples_ns"].values()) == 3 * 2 * steady.GROUP
+        assert sum(row["samples_ns"].values()) == 3 * steady.GROUP
 
 
 @pytest.mark.parametrize(("us", "numbers"), [(6, 1200), (1, 200), (0.004, 1), (0, 1)])
@@ -191,16 +166,11 @@ def test_the_reference_takes_as_long_as_the_call(us, numbers, monkeypatch):
     assert now[0] - before == 5 * numbers
 
 
-def test_percentiles_of_samples_and_all_of_them():
-    row = steady.spread([*[3000] * 60, *[1000] * 30, *[2000] * 9, 8000, 9000])
+def test_percentiles_of_samples_and_the_samples_to_three_digits():
+    row = steady.spread([*[3000] * 60, *[1000] * 30, *[2004] * 9, 8000, 91234])
     assert (row["p10"], row["median"], row["p90"], row["p99"]) == (1.0, 3.0, 3.0, 8.0)
     assert row["p99_over_p50"] == 2.667
-    assert row["samples_ns"] == {"1000": 30, "2000": 9, "3000": 60, "8000": 1, "9000": 1}
-
-
-def test_only_samples_are_left_out_of_what_is_printed():
-    row = {"figure": "call, x", "samples_ns": {"1": 2}, "reference": {"p99": 3, "samples_ns": {}}}
-    assert runtime_host._without_samples(row) == {"figure": "call, x", "reference": {"p99": 3}}
+    assert row["samples_ns"] == {"1000": 30, "2000": 9, "3000": 60, "8000": 1, "91200": 1}
 
 
 @pytest.mark.parametrize(
