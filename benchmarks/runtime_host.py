@@ -4,10 +4,9 @@
     python benchmarks/runtime_host.py run FOLDER --json OUT
 
 The first needs no GPU (cross-compiled for an H200), the second TVM's runtime, torch and, for a cuda
-library, the GPU. Modes are timed in turns, each call by itself, with the device's queue emptied
-between groups of calls; the clock's own time is part of each figure and a row of its own. There
-are several such sets, each on the core that is steadiest then (steady.py); the figures are of the
-set in which plain Python spread least, beside how far the calls spread in every one.
+library, the GPU. Modes are timed in windows that take turns, each call by itself, with the device's
+queue emptied between groups of calls, beside plain Python (steady.py); the clock's own time is part
+of each figure and a row of its own.
 """
 
 from __future__ import annotations

@@ -218,3 +218,12 @@ def test_the_default_folder_is_the_user_s(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if sys.platform == "linux":
         assert cache.store("k", build) == tmp_path / "tvmcap" / "k.so"
+
+
+def test_libraries_of_another_version_are_not_called_damaged(tmp_path: Path) -> None:
+    build(tmp_path / "a.so")
+    (tmp_path / "b.so").write_bytes(b"\x7fELF")
+    append_manifest(tmp_path / "b.so", replace(MANIFEST, format=MANIFEST.format - 1))
+    (tmp_path / "c.so").write_bytes(b"\x7fELF and no more")
+    held = {row["target"]: row["libraries"] for row in cache.contents(tmp_path)}
+    assert held == {"llvm": 1, "of another version": 1, "damaged": 1}

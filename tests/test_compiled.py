@@ -190,13 +190,16 @@ print(lib(x, x)["sum"].sum(), "torch" in sys.modules, "tvm" in sys.modules)
     assert done.stdout.split() == ["40.0", "False", "False"], done.stderr
 
 
-def test_without_torch_what_needs_it_says_so() -> None:
+def test_without_torch_what_needs_it_says_so(exported: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\nimport tvmcap\n"
         "for name in ('build', 'verify', 'explain_capture'):\n"
         "    try: getattr(tvmcap, name)\n"
         "    except tvmcap.errors.ToolchainError as e: print(e)\n"
+        "try: tvmcap.load(sys.argv[1]).scoreboard()\n"
+        "except tvmcap.errors.ToolchainError as e: print(e)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(exported)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 and all("pip install torch" in line for line in lines)
+    assert len(lines) == 4 and all("pip install torch" in line for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import tvmcap
 from examples.models import gelu_tanh
 from tests import libs
+from tvmcap import profile
 from tvmcap.base.errors import ConfigError, InputError, LibraryError
 from tvmcap.base.score import KernelScore
 from tvmcap.view.timeline import Span, summary
@@ -28,6 +30,28 @@ def two_layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def lib() -> Any:
     return libs.quick(two_layers, libs.values(16, 64), libs.values(64, 64), dynamic=libs.B)
+
+
+def test_calls_are_timed_while_nobody_watches() -> None:
+    seen: list[bool] = []
+    watchers: list[Any] = []
+
+    class Fake:
+        @contextlib.contextmanager
+        def watched(self, before: Any, after: Any) -> Any:
+            watchers.append((before, after))
+            yield
+            watchers.clear()
+
+    def call() -> None:
+        seen.append(bool(watchers))
+        for before, after in watchers:
+            before("kernel")
+            after("kernel")
+
+    spans, whole = profile._on_cpu(Fake(), call, 3)
+    assert seen == [False] * 3 + [True] * 3 and len(whole) == 3
+    assert [(span.name, span.call) for span in spans] == [("kernel", i) for i in range(3)]
 
 
 def test_every_kernel_is_timed(lib: Any) -> None:

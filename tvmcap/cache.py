@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-from tvmcap.base.errors import LibraryError
+from tvmcap.base.errors import IncompatibleLibraryError, LibraryError
 from tvmcap.base.manifest import read_manifest
 from tvmcap.library.export import weights_path
 
@@ -126,7 +126,11 @@ def status(folder: str | os.PathLike[str] | None = None) -> Status:
 
 
 def contents(folder: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
-    """Count libraries and bytes by ``target`` ("damaged" for what is no library) and ``tvm``."""
+    """Count libraries and bytes by ``target`` and ``tvm``.
+
+    ``target`` is "of another version" for libraries that this version does not read, and "damaged"
+    for what is no library.
+    """
     found: dict[tuple[str, str], list[int]] = {}
     for path, size, _ in _entries(Path(folder if folder is not None else default_folder())):
         try:
@@ -134,6 +138,8 @@ def contents(folder: str | os.PathLike[str] | None = None) -> list[dict[str, Any
             arch = manifest.target.get("mcpu") or manifest.target.get("arch")
             target = f"{manifest.target.get('kind')} {arch or ''}".strip()
             held = (target, str(manifest.versions.get("tvm")))
+        except IncompatibleLibraryError:
+            held = ("of another version", "")
         except (LibraryError, OSError):
             held = ("damaged", "")
         found.setdefault(held, []).append(size)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tvmcap.base.accuracy import AccuracyReport
-from tvmcap.base.errors import LibraryError
+from tvmcap.base.errors import LibraryError, ToolchainError
 from tvmcap.base.manifest import Manifest, rewrite_manifest
 from tvmcap.base.ranges import Ranges
 from tvmcap.base.score import Score
@@ -202,8 +202,16 @@ class Compiled:
         baselines: bool = True,
         progress: Any = None,
     ) -> Score:
-        """Measure kernels, bytes, memory, latency; ``baselines`` adds eager and torch.compile."""
-        from tvmcap.scoreboard import score
+        """Measure kernels, bytes, memory, latency; ``baselines`` adds eager and torch.compile.
+
+        Raises ToolchainError without torch.
+        """
+        try:
+            from tvmcap.scoreboard import score
+        except ModuleNotFoundError as e:
+            raise ToolchainError(
+                f"a scoreboard needs {e.name}, which is not installed here: pip install {e.name}"
+            ) from e
 
         return score(self, sizes, baselines=baselines, progress=progress)
 

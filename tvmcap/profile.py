@@ -58,10 +58,15 @@ def _known(compiled: Any, sizes: Mapping[str, int]) -> Sequence[KernelScore]:
 
 
 def _on_cpu(executor: Any, call: Callable[[], None], calls: int) -> tuple[list[Span], list[float]]:
-    """Time kernels between the virtual machine's own marks before and after each."""
+    """Time calls, then kernels of further calls, between the virtual machine's marks of each."""
     spans: list[Span] = []
     whole: list[float] = []
-    clock, begin, started = time.perf_counter_ns, time.perf_counter_ns(), 0
+    clock = time.perf_counter_ns
+    for _ in range(calls):
+        start = clock()
+        call()
+        whole.append((clock() - start) / 1e3)
+    begin, started, number = clock(), 0, 0
 
     def before(name: str) -> None:
         nonlocal started
@@ -69,13 +74,11 @@ def _on_cpu(executor: Any, call: Callable[[], None], calls: int) -> tuple[list[S
 
     def after(name: str) -> None:
         now = clock()
-        spans.append(Span(name, (started - begin) / 1e3, (now - started) / 1e3, len(whole)))
+        spans.append(Span(name, (started - begin) / 1e3, (now - started) / 1e3, number))
 
     with executor.watched(before, after):
-        for _ in range(calls):
-            start = clock()
+        for number in range(calls):  # noqa: B007 - after() reads it
             call()
-            whole.append((clock() - start) / 1e3)
     return spans, whole
 
 

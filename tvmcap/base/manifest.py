@@ -66,8 +66,8 @@ class Manifest:
         no bound, or some intermediate may be larger at smaller sizes.
     training: the forward and the backward entry, in a library with gradients.
     entry: the function that a call runs.
-    arena: bytes of each storage that the intermediates of a call share; None for a library of a
-        version that did not list them.
+    arena: bytes of each storage that the intermediates of a call share; None for a library without
+        a host function, which only TVM's virtual machine runs.
     """
 
     versions: Mapping[str, str | None]

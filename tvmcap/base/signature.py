@@ -7,6 +7,8 @@ compiler to read it.
 from __future__ import annotations
 
 import ast
+import functools
+import operator
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -190,13 +192,13 @@ def unflatten(tree: Tree, leaves: list[Any]) -> Any:
 
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
-_CALLS = {"min": min, "max": max}
+_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
 def evaluate(size: Size, dims: Mapping[str, int]) -> int:
@@ -209,7 +211,7 @@ def evaluate(size: Size, dims: Mapping[str, int]) -> int:
     if size in dims:
         return dims[size]
     try:
-        return _walk(ast.parse(size, mode="eval").body, dims)
+        return _computed(size)(dims)
     # no arithmetic, or far too much of it
     except (SyntaxError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError,
             MemoryError) as e:  # fmt: skip
@@ -243,15 +245,25 @@ def _grows(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and all(map(_grows, node.args))
 
 
-def _walk(node: ast.expr, dims: Mapping[str, int]) -> int:
+@functools.lru_cache(maxsize=4096)  # calls ask for the same sizes again and again
+def _computed(size: str) -> Callable[[Mapping[str, int]], int]:
+    """Return what computes a size from dims; raises what ``evaluate`` tells."""
+    return _function(ast.parse(size, mode="eval").body)
+
+
+def _function(node: ast.expr) -> Callable[[Mapping[str, int]], int]:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
+        value = node.value
+        return lambda dims: value
     if isinstance(node, ast.Name):
-        return dims[node.id]
+        return operator.itemgetter(node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_walk(node.operand, dims)
+        operand = _function(node.operand)
+        return lambda dims: -operand(dims)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return int(_ARITHMETIC[type(node.op)](_walk(node.left, dims), _walk(node.right, dims)))
+        apply, left, right = _ARITHMETIC[type(node.op)], _function(node.left), _function(node.right)
+        return lambda dims: apply(left(dims), right(dims))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS:
-        return int(_CALLS[node.func.id](*(_walk(a, dims) for a in node.args)))
+        choose, args = _CALLS[node.func.id], [_function(arg) for arg in node.args]
+        return lambda dims: choose(*[arg(dims) for arg in args])
     raise TypeError(f"{ast.dump(node)} is not arithmetic on sizes")
