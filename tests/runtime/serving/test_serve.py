@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
 import signal
@@ -232,6 +233,20 @@ def test_it_listens_to_this_machine_alone_and_tells_what_it_cannot_do(
         assert main(["serve", *options]) == status
         told = capsys.readouterr()
         assert words in told.err and "Traceback" not in told.err and not told.out
+
+
+def test_collections_skip_what_was_loaded(net, monkeypatch, capsys):
+    def run(path, options, *, started, **_):
+        started("http://127.0.0.1:1")
+
+    monkeypatch.setattr("tvmcap.runtime.serve.serve", run)
+    before = gc.get_freeze_count()
+    try:
+        assert main(["serve", str(net)]) == 0
+        assert gc.get_freeze_count() > before + 10_000
+    finally:
+        gc.unfreeze()
+    assert capsys.readouterr().out.startswith("serving net at http://127.0.0.1:1")
 
 
 def test_many_connections_that_stay_busy(url):
