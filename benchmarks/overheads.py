@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import timed, write
+from common import host_function, timed, write
 
 from tvmcap.base.timing import measure, summarize
 
@@ -104,7 +104,6 @@ def host_time() -> list[dict[str, Any]]:
     """Microseconds of a call on x[2, 8] @ w[8, 8]: all of it, and the host function alone."""
     import numpy as np
     import torch
-    import tvm_ffi
 
     import tvmcap
 
@@ -119,14 +118,12 @@ def host_time() -> list[dict[str, Any]]:
     x, w = torch.randn(2, 8), torch.randn(8, 8)
     out, xn, wn = torch.empty(2, 8), x.numpy(), w.numpy()
     assert np.allclose(lib(xn, wn), xn @ wn, atol=1e-5)
-    arena = lib.executor._threads.here.arena
-    tensors = [tvm_ffi.from_dlpack(t) for t in (x, w, out)]
     with torch.no_grad():
         calls = {
             "torch": lambda: lib(x, w),
             "torch, out=": lambda: lib(x, w, out=out),
             "numpy": lambda: lib(xn, wn),
-            "host function alone": lambda: arena.entry(*tensors, *arena.tail),
+            "host function alone": host_function(lib, x, w, out),
             "torch eager": lambda: x @ w,
         }
         latency = measure(calls, budget_s=6)

@@ -12,6 +12,7 @@ of each figure and a row of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib
 import json
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import meta
+from common import host_function, meta
 from runtime_memory import memory_rows
 from steady import Call, Row, Window, as_long_as, row, window
 
@@ -93,11 +94,7 @@ def modes(path: Path, device: str) -> dict[str, Call]:
             "replay of eager by torch": _torch_graph(x, w, b),
         }
     else:
-        arena = plain.executor._threads.here.arena
-        import tvm_ffi
-
-        tensors = [tvm_ffi.from_dlpack(t) for t in (x, w, b, out)]
-        calls["host function alone"] = lambda i: arena.entry(*tensors, *arena.tail)
+        calls["host function alone"] = host_function(plain, x, w, b, out)
     compiled = torch.compile(gelu_tanh, dynamic=False)
     calls |= {
         "eager": lambda i: gelu_tanh(x, w, b),
@@ -109,8 +106,7 @@ def modes(path: Path, device: str) -> dict[str, Call]:
             for i in range(3):
                 out.zero_()
                 calls[name](0)
-                if device == "cuda":
-                    torch.cuda.synchronize()
+                _synchronize(device)
                 error = ((out.double() - want).abs().max() / want.abs().max()).item()
                 assert error < 0.02, (name, i, error)
     return calls
@@ -120,6 +116,11 @@ def _bound(lib: Any, x: Any, w: Any, b: Any, out: Any) -> Call:
     for name, tensor in zip(("x", "w", "b", "out0"), (x, w, b, out), strict=True):
         lib.bind(name, tensor)
     return lambda i: lib.run()
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _torch_graph(x: Any, w: Any, b: Any) -> Call:
@@ -139,22 +140,18 @@ def host_times(calls: dict[str, Call], device: str, count: int, windows: int) ->
 
     The modes take turns, a window each.
     """
-
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
     taken: dict[str, list[Window]] = {name: [] for name in calls}
     with torch.no_grad():
         for call in calls.values():  # TVM makes a thread's pool at its first call, of all cores
             for i in range(5 * ROTATED):
                 call(i)
+        ready = functools.partial(_synchronize, device)
         references = {name: as_long_as(call) for name, call in calls.items()}
         gc.collect()
         gc.disable()
         for _ in range(windows):
             for name, call in calls.items():
-                taken[name].append(window(call, references[name], count, synchronize))
+                taken[name].append(window(call, references[name], count, ready))
         gc.enable()
     return [
         {"figure": f"call, {name}", "unit": "us", **row(of_mode)} for name, of_mode in taken.items()

@@ -49,22 +49,24 @@ def timed(call: Call, count: int) -> list[int]:
     return samples
 
 
-def spread(nanoseconds: Sequence[int]) -> Row:
-    """Return percentiles in microseconds, and the samples as {nanoseconds: how often}.
-
-    The latter to three digits.
-    """
+def percentiles(nanoseconds: Sequence[int]) -> Row:
+    """Return percentiles in microseconds."""
     ordered = sorted(nanoseconds)
     at = {q: ordered[round(q * (len(ordered) - 1))] / 1e3 for q in (0.1, 0.5, 0.9, 0.99)}
-    counted = Counter(int(float(f"{ns:.3g}")) for ns in nanoseconds)
     return {
         "median": at[0.5],
         "p10": at[0.1],
         "p90": at[0.9],
         "p99": at[0.99],
         "p99_over_p50": round(at[0.99] / at[0.5], 3),
-        "samples_ns": {str(ns): n for ns, n in sorted(counted.items())},
     }
+
+
+def spread(nanoseconds: Sequence[int]) -> Row:
+    """Return ``percentiles``, and the samples to three digits as {nanoseconds: how often}."""
+    counted = Counter(int(float(f"{ns:.3g}")) for ns in nanoseconds)
+    samples = {str(ns): n for ns, n in sorted(counted.items())}
+    return {**percentiles(nanoseconds), "samples_ns": samples}
 
 
 def steadiest(cpus: Iterable[int], count: int = 3_000) -> int:
@@ -123,13 +125,11 @@ def row(windows: Sequence[Window]) -> Row:
     ``p99_over_p50_of_windows`` and ``reference_of_windows`` list the 99th percentile over the
     median, of the calls and of the reference; ``reference`` is the latter's spread in all windows.
     """
-    reference = spread([ns for w in windows for ns in w.references])
-    del reference["samples_ns"]
     return {
         **spread([ns for w in windows for ns in w.calls]),
-        "reference": reference,
-        "p99_over_p50_of_windows": [spread(w.calls)["p99_over_p50"] for w in windows],
-        "reference_of_windows": [spread(w.references)["p99_over_p50"] for w in windows],
+        "reference": percentiles([ns for w in windows for ns in w.references]),
+        "p99_over_p50_of_windows": [percentiles(w.calls)["p99_over_p50"] for w in windows],
+        "reference_of_windows": [percentiles(w.references)["p99_over_p50"] for w in windows],
         "pinned": all(w.pinned for w in windows),
     }
 
@@ -144,7 +144,7 @@ def _p99_on(cpu: int, count: int) -> float:
     os.sched_setaffinity(0, {cpu})
     reference = adding_up(_SHORT)
     timed(reference, _WARM)
-    return float(spread(timed(reference, count))["p99"])
+    return float(percentiles(timed(reference, count))["p99"])
 
 
 @contextlib.contextmanager

@@ -73,10 +73,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as e:
-        raise errors.ToolchainError(
-            f"tvmcap.{name} needs {e.name}, which is not installed here: pip install {e.name}; "
-            "a library that is built loads and runs without it"
-        ) from e
+        raise errors.missing(f"tvmcap.{name}", e) from e
     globals()[name] = value
     return value
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tvmcap.base.accuracy import AccuracyReport
-from tvmcap.base.errors import LibraryError, ToolchainError
+from tvmcap.base.errors import LibraryError, missing
 from tvmcap.base.manifest import Manifest, rewrite_manifest
 from tvmcap.base.ranges import Ranges
 from tvmcap.base.score import Score
@@ -209,9 +209,7 @@ class Compiled:
         try:
             from tvmcap.scoreboard import score
         except ModuleNotFoundError as e:
-            raise ToolchainError(
-                f"a scoreboard needs {e.name}, which is not installed here: pip install {e.name}"
-            ) from e
+            raise missing("a scoreboard", e) from e
 
         return score(self, sizes, baselines=baselines, progress=progress)
 

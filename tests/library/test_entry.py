@@ -13,7 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tests.hosted import Hosted, dtype_of, filled, tensor
-from tests.library.test_plan import Before, variants
+from tests.library.test_plan import OF_ROWS, Before, variants
 from tests.planned import TARGET, fused, mlp, mlp_reference, module, numbers, planned
 from tvmcap.library.plan import plan
 
@@ -110,13 +110,7 @@ def plan_of(mod):
 
 def test_the_number_of_rows_chooses_among_variants(hosted) -> None:
     run = hosted(plan(variants(Before)))
-    for rows, wanted in (
-        (1, lambda x: x + 4),
-        (4, lambda x: x + 4),
-        (5, lambda x: x + 8),
-        (16, lambda x: x + 8),
-        (17, lambda x: x * 16),
-    ):
+    for rows, wanted in OF_ROWS:
         x = numbers(rows, 16)
         (got,) = run([x], [(rows, 16)], B=rows)
         np.testing.assert_allclose(got, wanted(x.astype(np.float64)), rtol=1e-5, atol=1e-5)

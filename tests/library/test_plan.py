@@ -151,6 +151,16 @@ def test_an_output_that_no_kernel_writes_is_refused() -> None:
         plan(Passes)
 
 
+#: Numbers of rows, and what ``Before`` with ``variants`` makes of so many.
+OF_ROWS = (
+    (1, lambda x: x + 4),
+    (4, lambda x: x + 4),
+    (5, lambda x: x + 8),
+    (16, lambda x: x + 8),
+    (17, lambda x: x * 16),
+)
+
+
 def variants(mod):
     """Give ``double`` two variants: up to 4 rows it adds 1, up to 16 it adds 2, then it doubles."""
     functions = dict(mod.functions.items())
@@ -178,13 +188,7 @@ def test_the_number_of_rows_chooses_among_variants() -> None:
     bindings = [b.value for block in done["main"].body.blocks for b in block.bindings]
     assert sum(map(is_launch, bindings)) == pipeline.count_kernels(done) == 4
     main = machine(done)
-    for rows, wanted in (
-        (1, lambda x: x + 4),
-        (4, lambda x: x + 4),
-        (5, lambda x: x + 8),
-        (16, lambda x: x + 8),
-        (17, lambda x: x * 16),
-    ):
+    for rows, wanted in OF_ROWS:
         x = numbers(rows, 16)
         (got,) = run(main, [x], [(rows, 16)])
         np.testing.assert_allclose(got, wanted(x), rtol=1e-5, atol=1e-5)

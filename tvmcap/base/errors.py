@@ -97,3 +97,11 @@ class InputError(TvmcapError):
 
 class VerifyError(TvmcapError):
     """A result is outside its error budget, or cannot be checked."""
+
+
+def missing(what: str, error: ModuleNotFoundError) -> ToolchainError:
+    """Return the error where ``what`` needs a package that is not installed."""
+    return ToolchainError(
+        f"{what} needs {error.name}, which is not installed here: pip install {error.name}; "
+        "a library that is built loads and runs without it"
+    )
